@@ -1,0 +1,1 @@
+"""The engine: requests, pages, schedule, shapes and the compiled step."""

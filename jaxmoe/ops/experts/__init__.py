@@ -1,0 +1,59 @@
+"""experts: the routed feed-forward layer of the experts that live here, from chosen ids to the weighted sum.
+
+Contract
+    x            [tokens, embed] float.
+    expert_ids   [tokens, top_k] int32, ids of *local* expert slots; an id outside 0..experts-1 means 'not here' (or a
+                 padded row) and contributes nothing. The ids of one token are distinct.
+    weights      [tokens, top_k] float32.
+    gate, up     Array or QArray [layers, experts, expert_ffn, embed];  down [layers, experts, embed, expert_ffn].
+    result       [tokens, embed] float32: for each token, in the order of its top_k slots, the sum of
+                 weight * down(silu(gate(x)) * up(x)); products as in `linear` (W8A8 quantises x per token, and the
+                 hidden row per token again). Rows do not depend on each other.
+"""
+
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from jaxmoe.ops import dispatch
+from jaxmoe.ops.experts import xla
+from jaxmoe.quant.qarray import Weight
+
+IMPLS = (xla.IMPL,)
+
+
+def experts(
+    x: Float[Array, "tokens embed"],
+    expert_ids: Int32[Array, "tokens top_k"],
+    weights: Float32[Array, "tokens top_k"],
+    gate: Weight,
+    up: Weight,
+    down: Weight,
+    *,
+    layer: Int[Array, ""] | int,
+    total_experts: int,
+    impl: str | None = None,
+) -> Float32[Array, "tokens embed"]:
+    """Applies the local experts that each token chose and sums their weighted outputs.
+
+    Args:
+        x: activations.
+        expert_ids: local slots, out of range where the expert is elsewhere.
+        weights: combine weights.
+        gate: stack of gate projections.
+        up: stack of up projections.
+        down: stack of down projections.
+        layer: index into the stacks.
+        total_experts: experts of the model over all devices; sizes the tiles (the mean load), nothing else.
+        impl: name of one implementation; None takes the first that does not refuse.
+
+    Raises:
+        ValueError: shapes do not match.
+        UnsupportedError: no implementation accepts the arguments.
+    """
+    if gate.shape != up.shape or gate.shape[-1] != x.shape[-1] or down.shape[-2:] != gate.shape[:-3:-1]:
+        raise ValueError(
+            f"experts: x {list(x.shape)}, gate {list(gate.shape)}, up {list(up.shape)} and down {list(down.shape)} "
+            "do not fit together"
+        )
+    arguments = (x, expert_ids, weights, gate, up, down)
+    choice = dispatch.choose("experts", IMPLS, impl, *arguments, layer=layer, total_experts=total_experts)
+    return choice.impl.run(*arguments, layer=layer, total_experts=total_experts)

@@ -1,0 +1,45 @@
+"""linear in numpy, as the contract says it, one group at a time. Slow on purpose."""
+
+import numpy as np
+
+
+def quantize_tokens(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Per-row INT8 grid of float32 rows [tokens, width]; the numpy twin of quant.int8.quantize_slices."""
+    x = x.astype(np.float32)
+    amax = np.abs(x).max(axis=-1)
+    q = np.zeros(x.shape, np.int8)
+    scale = np.ones(amax.shape, np.float32)
+    for index in np.ndindex(amax.shape):
+        if not np.isfinite(amax[index]):
+            scale[index] = np.nan
+        elif amax[index] >= np.float32(1e-30):
+            inverse = np.float32(127) / amax[index]
+            q[index] = np.clip(np.rint(x[index] * inverse), -127, 127).astype(np.int8)
+            scale[index] = amax[index] * np.float32(1 / 127)
+    return q, scale
+
+
+def group_products(xq: np.ndarray, wq: np.ndarray, group: int) -> np.ndarray:
+    """The exact integer part: [groups, tokens, out] int64."""
+    size = xq.shape[-1]
+    return np.stack(
+        [
+            xq[:, start : start + group].astype(np.int64) @ wq[:, start : start + group].astype(np.int64).T
+            for start in range(0, size, group)
+        ]
+    )
+
+
+def w8a8(x: np.ndarray, wq: np.ndarray, scale: np.ndarray, group: int) -> np.ndarray:
+    """x [tokens, in] float32, wq [out, in] int8, scale [out, groups] float32 -> [tokens, out] float32."""
+    xq, sx = quantize_tokens(x)
+    products = group_products(xq, wq, group)
+    total = products[0].astype(np.float32) * scale[:, 0]
+    for index in range(1, len(products)):
+        total = total + products[index].astype(np.float32) * scale[:, index]
+    return total * sx[:, None]
+
+
+def dequantize(wq: np.ndarray, scale: np.ndarray, group: int) -> np.ndarray:
+    """The float32 weight that wq [..., in] and scale [..., groups] stand for."""
+    return wq.astype(np.float32) * np.repeat(scale, group, axis=-1)[..., : wq.shape[-1]]

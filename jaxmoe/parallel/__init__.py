@@ -1,0 +1,1 @@
+"""Meshes, sharding plans, expert placement and the exchanges between devices."""
