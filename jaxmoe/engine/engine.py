@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from jaxmoe.engine.batch import RowInput, build_batch
 from jaxmoe.engine.compile_watch import CompileWatch
@@ -64,6 +65,20 @@ class Engine:
             RequestError: the prompt is empty, has tokens that do not exist, or does not fit context or pool; checked
                 before anything is queued, so a refused request disturbs nobody.
         """
+        self.check_request(prompt_ids, params)
+        sequence = Sequence(
+            request_id=self._next_id, tokens=list(prompt_ids), prompt_length=len(prompt_ids), params=params
+        )
+        self._next_id += 1
+        self._waiting.append(sequence)
+        return sequence.request_id
+
+    def check_request(self, prompt_ids: Seq[int], params: SamplingParams) -> None:
+        """Refuses what can never run.
+
+        Raises:
+            RequestError: see `submit`.
+        """
         vocab = self.runner.manifest.config.vocab
         if not prompt_ids:
             raise RequestError("the prompt is empty: it has no tokens")
@@ -81,12 +96,19 @@ class Engine:
                 f"{limit} tokens ({self._pools[0].usable} pages of {self.config.page_size}, context "
                 f"{self.config.max_context_tokens}); shorten it or start with more pages"
             )
-        sequence = Sequence(
-            request_id=self._next_id, tokens=list(prompt_ids), prompt_length=len(prompt_ids), params=params
-        )
-        self._next_id += 1
-        self._waiting.append(sequence)
-        return sequence.request_id
+
+    def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[Completion]:
+        """Runs prompts to their end, in order; prompt i draws with seed + i.
+
+        Raises:
+            RequestError: one of them is refused; then none has been queued.
+        """
+        each = [replace(params, seed=(params.seed + index) % 2**32) for index in range(len(prompts))]
+        for prompt, own in zip(prompts, each, strict=True):
+            self.check_request(prompt, own)
+        for prompt, own in zip(prompts, each, strict=True):
+            self.submit(prompt, own)
+        return self.run()
 
     def run(self) -> list[Completion]:
         """Runs until every request is finished; completions come in order of submission.

@@ -64,6 +64,7 @@ class Generated:
     """[shards, rows] bool: whether all logits of the row were finite."""
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["logits", "expert_ids"], meta_fields=[])
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
     """Result of an evaluation step, on the devices."""
@@ -141,7 +142,7 @@ class Runner:
     def compile(self, layouts: Seq[Layout], progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles programs that do not exist yet, two at a time; lowering stays on this thread."""
         new = [layout for layout in layouts if layout not in self._programs]
-        lowered = [(layout, self._lower(layout)) for layout in new]
+        lowered = [(layout, self._traced(layout).lower()) for layout in new]
         with ThreadPoolExecutor(max_workers=2) as pool:
             pending = [(layout, pool.submit(stage.compile)) for layout, stage in lowered]
             for done, (layout, future) in enumerate(pending):
@@ -149,7 +150,7 @@ class Runner:
                 if progress is not None:
                     progress(done + 1, len(pending))
 
-    def _lower(self, layout: Layout) -> Any:
+    def _traced(self, layout: Layout) -> Any:
         tokens = self._token_spec
         pages_spec = self.plan.spec(("layers", "pages"))
         page_specs = jax.tree.map(lambda _: pages_spec, self._pages)
@@ -163,7 +164,11 @@ class Runner:
         )
         batch, sampling = self._abstract_batch(layout)
         arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in self._arrays]
-        return jax.jit(step, donate_argnums=1).lower(arrays, self._page_specs(), batch, sampling)
+        return jax.jit(step, donate_argnums=1).trace(arrays, self._page_specs(), batch, sampling)
+
+    def jaxpr(self, layout: Layout) -> Any:
+        """The step of a layout as a jaxpr, for the checks of ops.lint; compiles nothing."""
+        return self._traced(layout).jaxpr
 
     def _abstract_batch(self, layout: Layout) -> tuple[StepBatch, SamplingBatch]:
         rows, tokens, shards = layout.rows, layout.tokens, self.shards
@@ -228,6 +233,27 @@ class Runner:
             raise EngineError(f"{layout} does not return logits of all tokens")
         logits, ids = self._run(layout, batch, SamplingBatch.greedy(self.shards * layout.rows))
         return Evaluated(logits=logits, expert_ids=ids)
+
+    def abstract_evaluated(self, layout: Layout) -> Evaluated:
+        """Shapes and splits of `evaluate`'s result."""
+        config, tokens = self.manifest.config, self.shards * layout.tokens
+        ids = (config.moe_layers, tokens, config.moe.router.top_k)
+        return Evaluated(
+            logits=jax.ShapeDtypeStruct((tokens, config.vocab), jnp.float32, sharding=self._sharding(self._token_spec)),
+            expert_ids=jax.ShapeDtypeStruct(
+                ids, jnp.int32, sharding=self._sharding(PartitionSpec(None, *self._token_spec))
+            ),
+        )
+
+    def abstract_tokens(self, layout: Layout) -> jax.ShapeDtypeStruct:
+        """Shape and split of one int32 a token."""
+        return jax.ShapeDtypeStruct(
+            (self.shards * layout.tokens,), jnp.int32, sharding=self._sharding(self._token_spec)
+        )
+
+    def put_tokens(self, values: np.ndarray) -> jax.Array:
+        """One value a token, split over the devices as tokens are."""
+        return jax.device_put(values, self._sharding(self._token_spec))
 
     def poison(self, page_ids: Seq[Seq[int]]) -> None:
         """Debug mode: overwrites free pages with garbage and NaN scales; correct output must not change.

@@ -1,0 +1,1 @@
+"""Benchmarks: candidates beside a bound or a peer, interleaved, as ratios."""

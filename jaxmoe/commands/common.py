@@ -1,0 +1,143 @@
+"""What commands share: options of the mesh and the engine, start-up of JAX, progress bars."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from jaxmoe import log
+from jaxmoe.errors import ConfigError, PlanError
+
+if TYPE_CHECKING:
+    from jaxmoe.engine.config import EngineConfig
+
+MOST_EMULATED_DEVICES = 64
+
+
+def add_mesh_arguments(parser: argparse.ArgumentParser, *, devices: int = 1) -> None:
+    """--devices, --plan, --no-compile-cache."""
+    parser.add_argument(
+        "--devices", type=int, default=devices, metavar="N", help="devices of the mesh; on CPU they are emulated"
+    )
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="sharding plan (default: sharding/<family>/cpu8.toml)"
+    )
+    parser.add_argument("--no-compile-cache", action="store_true", help="do not keep compiled programs on disk")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """--profile, --kv-cache, --max-context, --pages."""
+    parser.add_argument("--profile", default="default", help="name in configs/serve or a .toml file")
+    parser.add_argument("--kv-cache", choices=["int8", "float32", "bfloat16"], help="storage of keys and values")
+    parser.add_argument("--max-context", type=int, metavar="TOKENS", help="longest prompt plus answer")
+    parser.add_argument("--pages", type=int, metavar="N", help="pages of each device, one of them the null page")
+
+
+def engine_config(options: argparse.Namespace) -> "EngineConfig":
+    """The profile with the command line's overrides.
+
+    Raises:
+        ConfigError: the profile or the result is wrong.
+    """
+    from jaxmoe.engine.config import load_profile
+
+    config = load_profile(options.profile)
+    changes: dict[str, object] = {}
+    if options.kv_cache is not None:
+        changes["kv_cache"] = options.kv_cache
+    if options.max_context is not None:
+        changes["max_context_tokens"] = options.max_context
+        changes["pages"] = max(config.pages, 1 - (-options.max_context // config.page_size))
+    if options.pages is not None:
+        changes["pages"] = options.pages
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def start_jax(options: argparse.Namespace) -> None:
+    """Emulates CPU devices as asked, and keeps compiled programs between runs; before the first use of JAX.
+
+    Raises:
+        PlanError: the number of devices is out of range.
+    """
+    log.configure()
+    devices = options.devices
+    if not 1 <= devices:
+        raise PlanError(f"--devices {devices} is below 1")
+    import jax
+
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        if devices > MOST_EMULATED_DEVICES and jax.config.jax_platforms in (None, "", "cpu"):
+            raise PlanError(f"--devices {devices}: at most {MOST_EMULATED_DEVICES} CPU devices are emulated")
+        jax.config.update("jax_num_cpu_devices", min(devices, MOST_EMULATED_DEVICES))
+    if not options.no_compile_cache:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jaxmoe" / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def console() -> Console:
+    """The console of a command's output."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress_bars(target: Console) -> Iterator[Progress]:
+    """Progress bars: description, bar, percentage, time."""
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=target) as progress:
+        yield progress
+
+
+@contextmanager
+def bar(progress: Progress, description: str) -> Iterator["Bar"]:
+    """One bar; it is complete when the block ends without an error."""
+    task = progress.add_task(description, total=None)
+    yield Bar(progress, task)
+    progress.update(task, total=1, completed=1)
+
+
+class Bar:
+    """A callable (done, total) that moves a bar."""
+
+    def __init__(self, progress: Progress, task: int):
+        """Args: progress: the display; task: id of the bar."""
+        self._progress = progress
+        self._task = task
+
+    def __call__(self, done: int, total: int) -> None:
+        """Sets the bar."""
+        self._progress.update(self._task, completed=done, total=total)  # type: ignore[arg-type]
+
+
+def parse_bytes(text: str) -> int:
+    """'64GiB', '80GB', '512MiB' or a plain number of bytes.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    units = {"GIB": 2**30, "MIB": 2**20, "GB": 10**9, "MB": 10**6, "B": 1, "": 1}
+    digits = text.rstrip("GIBMgibm")
+    try:
+        return int(float(digits) * units[text[len(digits) :].upper()])
+    except (ValueError, KeyError):
+        raise ConfigError(f"{text!r} is no amount of memory; write 64GiB, 80GB or 512MiB") from None
+
+
+def host_memory_bytes() -> int:
+    """Physical memory of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    import resource
+    import sys
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,109 @@
+"""jaxmoe eval MODEL [--baseline FLOAT] [--text FILE ...]: perplexity per position range, divergence, routing, gate."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxmoe.commands.common import add_mesh_arguments, bar, console, progress_bars, start_jax
+
+if TYPE_CHECKING:
+    from jaxmoe.evals.perplexity import EvalResult, RangeResult
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("model", type=Path, help="folder of the checkpoint")
+    parser.add_argument("--baseline", type=Path, help="float checkpoint to compare with; enables the gate")
+    parser.add_argument("--text", type=Path, action="append", help="UTF-8 file (default: the bundled evaluation text)")
+    parser.add_argument("--windows", type=int, default=8, help="windows of text")
+    parser.add_argument("--window-tokens", type=int, default=2176, help="tokens of a window")
+    parser.add_argument("--chunk", type=int, default=128, help="tokens of one step and window")
+    parser.add_argument("--kv-cache", choices=["int8", "float32", "bfloat16"], help="default: as the checkpoint says")
+    parser.add_argument("--gates", type=Path, help="limits (default: configs/gates.toml)")
+    parser.add_argument("--json", type=Path, help="write the result here as well")
+    add_mesh_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Evaluates; 1 when a gate fails."""
+    start_jax(options)
+    from jaxmoe.engine.tokenizer import Tokenizer
+    from jaxmoe.errors import ConfigError
+    from jaxmoe.evals.gates import check_gate, gate_kind, load_gates
+    from jaxmoe.evals.setup import EvalShape, build_evaluator, make_windows, tokenize
+    from jaxmoe.evals.windows import bundled_texts
+    from jaxmoe.weights.load import open_model
+
+    if min(options.windows, options.window_tokens, options.chunk) < 1:
+        raise ConfigError("--windows, --window-tokens and --chunk must be at least 1")
+    out = console()
+    files = open_model(options.model)
+    baseline = None if options.baseline is None else open_model(options.baseline)
+    shape = EvalShape(windows=options.windows, window_tokens=options.window_tokens, chunk=options.chunk)
+    tokenizer = Tokenizer(options.model, files.manifest.config.vocab)
+    windows = make_windows(tokenize(options.text or bundled_texts(), tokenizer), shape)
+    kv_cache = options.kv_cache or (files.quantization.kv_cache if files.quantization else "float32")
+    kind = gate_kind(files.schemes, kv_cache)
+    gate = load_gates(options.gates)[kind]
+    with progress_bars(out) as progress:
+        with bar(progress, "load") as move:
+            evaluator = build_evaluator(
+                files,
+                baseline,
+                shape=shape,
+                kv_cache=kv_cache,
+                devices=options.devices,
+                plan=options.plan,
+                progress=move,
+            )
+        with bar(progress, "compile"):
+            evaluator.warm_up()
+        with bar(progress, "evaluate") as move:
+            result = evaluator.run(windows, move)
+    print_result(out, result)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"kind": kind, **asdict(result)}, indent=2) + "\n", encoding="utf-8")
+    if baseline is None:
+        return 0
+    failures = check_gate(result, gate)
+    for failure in failures:
+        out.print(f"gate {kind} failed: {failure}")
+    if not failures:
+        out.print(f"gate {kind} passed: at most {gate.max_perplexity_increase:+.2%} at every position range")
+    return 1 if failures else 0
+
+
+def print_result(out: Console, result: "EvalResult") -> None:
+    """The evaluation as a table."""
+    table = Table("positions", title="perplexity", title_justify="left")
+    for column in ("tokens", "baseline", "model", "difference", "KL (nats)"):
+        table.add_column(column, justify="right")
+    for part in result.ranges:
+        table.add_row(*_cells(f"{part.start}-{part.stop or result.window_tokens}", part))
+    table.add_section()
+    table.add_row(*_cells("all", result.overall))
+    out.print(table)
+    if result.router_agreement is not None:
+        out.print(
+            f"router agreement {result.router_agreement:.2%} of chosen experts, worst layer "
+            f"{result.router_agreement_worst_layer:.2%}"
+        )
+
+
+def _cells(label: str, part: "RangeResult") -> tuple[str, ...]:
+    if part.increase is None:
+        return label, f"{part.tokens}", "", f"{part.perplexity:.3f}", "", ""
+    difference = f"{part.increase:+.2%} ± {part.standard_error:.2%}"
+    return (
+        label,
+        f"{part.tokens}",
+        f"{part.baseline_perplexity:.3f}",
+        f"{part.perplexity:.3f}",
+        difference,
+        f"{part.kl:.4f}",
+    )

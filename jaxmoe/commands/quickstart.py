@@ -1,0 +1,217 @@
+"""jaxmoe quickstart: the whole product on one page, on 8 emulated devices."""
+
+import argparse
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from jaxmoe.commands.common import (
+    add_mesh_arguments,
+    bar,
+    console,
+    host_memory_bytes,
+    peak_memory_bytes,
+    progress_bars,
+    start_jax,
+)
+from jaxmoe.commands.eval import print_result
+from jaxmoe.commands.plan import print_ledger
+
+if TYPE_CHECKING:
+    from jaxmoe.engine.llm import Answer
+    from jaxmoe.evals.perplexity import EvalResult
+    from jaxmoe.evals.setup import EvalShape
+    from jaxmoe.planner.ledger import Ledger
+    from jaxmoe.weights.load import ModelFiles
+
+_PROMPTS = (
+    "What is the capital of France?",
+    "Write a Python function that adds two numbers.",
+    "Name three colours of the rainbow.",
+    "What do bees make?",
+    "Explain in one sentence what a computer is.",
+    "Write one sentence about the sea.",
+    "What is 2 + 2?",
+    "Who wrote Romeo and Juliet?",
+)
+_RUNTIME_BYTES = 1_000 * 2**20
+"""Python, JAX, transformers, compiled programs and their compilation, measured on x86-64 Linux."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--dir", type=Path, default=Path("demo"), help="folder for the two checkpoints (default: demo)")
+    parser.add_argument("--recipe", default="w8a8-g128", help="name in configs/quant or a .toml file")
+    parser.add_argument("--fresh", action="store_true", help="make the checkpoints again even if they are there")
+    parser.add_argument("--windows", type=int, default=8, help="evaluation windows")
+    parser.add_argument("--window-tokens", type=int, default=2176, help="tokens of an evaluation window")
+    parser.add_argument("--max-tokens", type=int, default=32, help="tokens of each chat answer")
+    add_mesh_arguments(parser, devices=8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """What the final table shows."""
+
+    result: "EvalResult"
+    eval_tokens_per_s: float
+    decode_tokens_per_s: float
+    compilations: int
+    pages_in_use: int
+
+
+def run(options: argparse.Namespace) -> int:
+    """Makes, plans, quantises, measures, chats; 1 when a gate fails."""
+    start_jax(options)
+    from jaxmoe.evals.gates import check_gate, gate_kind, load_gates
+    from jaxmoe.evals.setup import EvalShape
+    from jaxmoe.weights.load import open_model
+
+    began = time.perf_counter()
+    out = console()
+    source, target = options.dir / "smollm2-moe", options.dir / f"smollm2-moe-{Path(options.recipe).stem}"
+    shape = EvalShape(windows=options.windows, window_tokens=options.window_tokens)
+    with progress_bars(out) as progress:
+        _make_demo(out, progress, source, fresh=options.fresh)
+        _quantize(out, progress, source, target, options)
+        files, baseline = open_model(target), open_model(source)
+        ledger = _ledger(files, baseline, shape, options)
+        print_ledger(out, ledger, shared_host=True)
+        ledger.check(host_memory_bytes(), shared_host=True)
+        measured, answers = _measure(progress, files, baseline, shape, options)
+    for prompt, answer in zip(_PROMPTS, answers, strict=True):
+        out.print(f"[bold]> {prompt}[/bold]")
+        out.print(answer.text.strip(), markup=False)
+    out.print()
+    print_result(out, measured.result)
+    _print_table(out, files, baseline, ledger, measured)
+    kv_cache = files.quantization.kv_cache if files.quantization else "float32"
+    kind = gate_kind(files.schemes, kv_cache)
+    failures = check_gate(measured.result, load_gates()[kind])
+    for failure in failures:
+        out.print(f"gate {kind} failed: {failure}")
+    out.print(f"gate {kind} {'FAILED' if failures else 'passed'}; {time.perf_counter() - began:.0f} s in all")
+    return 1 if failures else 0
+
+
+def _make_demo(out: Console, progress: Progress, source: Path, *, fresh: bool) -> None:
+    from jaxmoe.demo.checkpoint import make_demo_model
+
+    if fresh and source.exists():
+        shutil.rmtree(source)
+    if (source / "config.json").exists():
+        out.print(f"demo model: {source} is there already (--fresh makes it again)")
+        return
+    source.parent.mkdir(parents=True, exist_ok=True)
+    with bar(progress, "demo model") as move:
+        make_demo_model(source, progress=lambda _stage, done, total: move(done, total))
+
+
+def _quantize(out: Console, progress: Progress, source: Path, target: Path, options: argparse.Namespace) -> None:
+    from jaxmoe.ptq.recipe import load_recipe
+    from jaxmoe.ptq.stream import prepare, quantize
+
+    if options.fresh and target.exists():
+        shutil.rmtree(target)
+    if (target / "config.json").exists():
+        out.print(f"quantised model: {target} is there already (--fresh makes it again)")
+        return
+    with bar(progress, f"quantise to {options.recipe}") as move:
+        quantize(prepare(source, load_recipe(options.recipe)), target, move)
+
+
+def _ledger(files: "ModelFiles", baseline: "ModelFiles", shape: "EvalShape", options: argparse.Namespace) -> "Ledger":
+    """Both models at once: the evaluation is the widest point."""
+    from jaxmoe.engine.llm import choose_plan
+    from jaxmoe.planner.ledger import Ledger, reserve_item
+
+    plan = choose_plan(files.manifest.config.family, options.devices, options.plan)
+    kv_cache = files.quantization.kv_cache if files.quantization else "float32"
+    items = [
+        *shape.items(baseline, plan, "float32", "baseline: "),
+        *shape.items(files, plan, kv_cache, "model: "),
+        reserve_item("Python, JAX, compiled programs", _RUNTIME_BYTES, plan.num_devices),
+    ]
+    return Ledger(devices=plan.num_devices, items=tuple(items))
+
+
+def _measure(
+    progress: Progress,
+    files: "ModelFiles",
+    baseline: "ModelFiles",
+    shape: "EvalShape",
+    options: argparse.Namespace,
+) -> tuple[_Measured, list["Answer"]]:
+    from jaxmoe.engine.config import load_profile
+    from jaxmoe.engine.llm import LLM, choose_plan, load_runner
+    from jaxmoe.engine.request import SamplingParams
+    from jaxmoe.engine.tokenizer import Tokenizer
+    from jaxmoe.evals.setup import build_evaluator, make_windows, tokenize
+    from jaxmoe.evals.windows import bundled_texts
+
+    tokenizer = Tokenizer(files.folder, files.manifest.config.vocab)
+    windows = make_windows(tokenize(bundled_texts(), tokenizer), shape)
+    kv_cache = files.quantization.kv_cache if files.quantization else "float32"
+    with bar(progress, "load both models") as move:
+        evaluator = build_evaluator(
+            files,
+            baseline,
+            shape=shape,
+            kv_cache=kv_cache,
+            devices=options.devices,
+            plan=options.plan,
+            progress=move,
+        )
+    with bar(progress, "compile"):
+        evaluator.warm_up()
+    with bar(progress, "perplexity of both") as move:
+        start = time.perf_counter()
+        result = evaluator.run(windows, move)
+        eval_seconds = time.perf_counter() - start
+    del evaluator
+    with bar(progress, "load and warm up to chat") as move:
+        plan = choose_plan(files.manifest.config.family, options.devices, options.plan)
+        llm = LLM(load_runner(files, plan, load_profile("quickstart"), move), tokenizer)
+    with bar(progress, "chat"):
+        start = time.perf_counter()
+        answers = llm.generate(_PROMPTS, SamplingParams(max_tokens=options.max_tokens), chat=True)
+        chat_seconds = time.perf_counter() - start
+    generated = sum(len(answer.completion.token_ids) for answer in answers)
+    measured = _Measured(
+        result=result,
+        eval_tokens_per_s=2 * windows[:, 1:].size / eval_seconds,
+        decode_tokens_per_s=generated / chat_seconds,
+        compilations=llm.engine.compilations_after_warm_up,
+        pages_in_use=llm.engine.pages_in_use,
+    )
+    return measured, answers
+
+
+def _print_table(
+    out: Console, files: "ModelFiles", baseline: "ModelFiles", ledger: "Ledger", measured: _Measured
+) -> None:
+    from jaxmoe.planner.ledger import gib
+
+    result = measured.result
+    before, after = baseline.tensor_bytes, files.tensor_bytes
+    peak = peak_memory_bytes()
+    table = Table("quickstart", title_justify="left")
+    table.add_column("value", justify="right")
+    table.add_row("checkpoint before", gib(before))
+    table.add_row("checkpoint after", f"{gib(after)} ({after / before:.0%})")
+    for part in result.ranges:
+        label = f"perplexity, positions {part.start}-{part.stop or result.window_tokens}"
+        table.add_row(label, f"{part.baseline_perplexity:.3f} -> {part.perplexity:.3f} ({part.increase:+.2%})")
+    table.add_row("router agreement", f"{result.router_agreement:.2%}")
+    table.add_row("prefill, both models", f"{measured.eval_tokens_per_s:.0f} tokens/s")
+    table.add_row("decode, 8 chats at once", f"{measured.decode_tokens_per_s:.1f} tokens/s")
+    table.add_row("compilations after warm-up", str(measured.compilations))
+    table.add_row("pages in use at the end", str(measured.pages_in_use))
+    table.add_row("memory: ledger, peak", f"{gib(ledger.host_bytes)}, {gib(peak)} ({peak / ledger.host_bytes:.0%})")
+    out.print(table)

@@ -1,0 +1,1 @@
+"""Quality gates: perplexity, divergence and routing of a model against its float baseline, through the serving path."""

@@ -1,0 +1,1 @@
+"""Post-training quantisation: recipes, the stream over layers, and the report."""

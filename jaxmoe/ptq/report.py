@@ -1,0 +1,69 @@
+"""The report that a quantised checkpoint carries: recipe, source, versions, error per tensor."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxmoe
+from jaxmoe.errors import WeightsError
+from jaxmoe.ptq.recipe import Recipe
+from jaxmoe.quant.scheme import Scheme
+from jaxmoe.weights.load import ModelFiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorReport:
+    """Rounding error of one tensor."""
+
+    name: str
+    role: str
+    scheme: str
+    sqnr_db: float | None
+    """10 log10(sum w^2 / sum error^2); None when there is no error or no signal."""
+    zero_groups: int
+    """Groups whose weights are all zero on the grid."""
+
+    @classmethod
+    def checked(
+        cls, *, name: str, role: str, scheme: Scheme, signal: float, noise: float, zero_groups: int
+    ) -> "TensorReport":
+        """From sums of squares.
+
+        Raises:
+            WeightsError: the source tensor holds a NaN or an infinity.
+        """
+        if not (math.isfinite(signal) and math.isfinite(noise)):
+            raise WeightsError(f"{name}: the source holds NaN or infinite values; it cannot be quantised")
+        sqnr = 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
+        return cls(name=name, role=role, scheme=scheme.name, sqnr_db=sqnr, zero_groups=zero_groups)
+
+
+def build_report(
+    *, source: ModelFiles, recipe: Recipe, tensors: Sequence[TensorReport], source_bytes: int, result_bytes: int
+) -> dict[str, Any]:
+    """The object of jaxmoe_report.json."""
+    ratios = [t.sqnr_db for t in tensors if t.sqnr_db is not None]
+    worst = sorted((t for t in tensors if t.sqnr_db is not None), key=lambda t: t.sqnr_db or 0)[:10]
+    return {
+        "jaxmoe": jaxmoe.__version__,
+        "jax": jax.__version__,
+        "recipe": asdict(recipe),
+        "source": {"config_sha256": _sha256(source), "bytes": source_bytes, "tensors": len(source.checkpoint.tensors)},
+        "result_bytes": result_bytes,
+        "sqnr_db": {
+            "mean": float(np.mean(ratios)) if ratios else None,
+            "min": float(np.min(ratios)) if ratios else None,
+        },
+        "zero_groups": sum(t.zero_groups for t in tensors),
+        "worst": [asdict(t) for t in worst],
+        "tensors": [asdict(t) for t in tensors],
+    }
+
+
+def _sha256(source: ModelFiles) -> str:
+    return hashlib.sha256((source.folder / "config.json").read_bytes()).hexdigest()
