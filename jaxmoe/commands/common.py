@@ -66,13 +66,15 @@ def start_jax(options: argparse.Namespace) -> None:
         PlanError: the number of devices is out of range.
     """
     log.configure()
+    # Only its tokenizers are used: that it finds no torch is no news.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     devices = options.devices
     if not 1 <= devices:
         raise PlanError(f"--devices {devices} is below 1")
     import jax
 
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        if devices > MOST_EMULATED_DEVICES and jax.config.jax_platforms in (None, "", "cpu"):
+        if devices > MOST_EMULATED_DEVICES and os.environ.get("JAX_PLATFORMS", "") in ("", "cpu"):
             raise PlanError(f"--devices {devices}: at most {MOST_EMULATED_DEVICES} CPU devices are emulated")
         jax.config.update("jax_num_cpu_devices", min(devices, MOST_EMULATED_DEVICES))
     if not options.no_compile_cache:

@@ -1,6 +1,7 @@
 """jaxmoe doctor [MODEL]: devices, versions, which implementation each operator uses, and proof that INT8 is INT8."""
 
 import argparse
+from importlib import metadata
 from pathlib import Path
 
 from rich.table import Table
@@ -20,7 +21,6 @@ def run(options: argparse.Namespace) -> int:
     start_jax(options)
     import flax
     import jax
-    import jaxlib
 
     import jaxmoe
     from jaxmoe.bench.int8 import compare_int8
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     out = console()
     kinds = ", ".join(sorted({device.device_kind for device in jax.devices()}))
     out.print(
-        f"jaxmoe {jaxmoe.__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, flax {flax.__version__}"
+        f"jaxmoe {jaxmoe.__version__}, jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}, flax {flax.__version__}"
     )
     out.print(f"{len(jax.devices())} devices: {kinds} ({jax.default_backend()})\n")
     for line in operator_report():

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,8 +65,12 @@ def run(options: argparse.Namespace) -> int:
         with bar(progress, "compile"):
             evaluator.warm_up()
         with bar(progress, "evaluate") as move:
+            start = time.perf_counter()
             result = evaluator.run(windows, move)
+            seconds = time.perf_counter() - start
     print_result(out, result)
+    fed = windows[:, 1:].size * (1 if baseline is None else 2)
+    out.print(f"{fed} tokens fed in {seconds:.1f} s ({fed / seconds:.0f} tokens/s, {options.devices} devices)")
     if options.json is not None:
         options.json.write_text(json.dumps({"kind": kind, **asdict(result)}, indent=2) + "\n", encoding="utf-8")
     if baseline is None:

@@ -79,11 +79,12 @@ def run(options: argparse.Namespace) -> int:
     shape = EvalShape(windows=options.windows, window_tokens=options.window_tokens)
     with progress_bars(out) as progress:
         _make_demo(out, progress, source, fresh=options.fresh)
-        _quantize(out, progress, source, target, options)
-        files, baseline = open_model(target), open_model(source)
-        ledger = _ledger(files, baseline, shape, options)
+        baseline = open_model(source)
+        ledger = _ledger(baseline, shape, options)
         print_ledger(out, ledger, shared_host=True)
         ledger.check(host_memory_bytes(), shared_host=True)
+        _quantize(out, progress, source, target, options)
+        files = open_model(target)
         measured, answers = _measure(progress, files, baseline, shape, options)
     for prompt, answer in zip(_PROMPTS, answers, strict=True):
         out.print(f"[bold]> {prompt}[/bold]")
@@ -126,16 +127,19 @@ def _quantize(out: Console, progress: Progress, source: Path, target: Path, opti
         quantize(prepare(source, load_recipe(options.recipe)), target, move)
 
 
-def _ledger(files: "ModelFiles", baseline: "ModelFiles", shape: "EvalShape", options: argparse.Namespace) -> "Ledger":
-    """Both models at once: the evaluation is the widest point."""
+def _ledger(baseline: "ModelFiles", shape: "EvalShape", options: argparse.Namespace) -> "Ledger":
+    """Both models at once, one of them not made yet: the evaluation is the widest point."""
     from jaxmoe.engine.llm import choose_plan
     from jaxmoe.planner.ledger import Ledger, reserve_item
+    from jaxmoe.ptq.recipe import load_recipe, match_recipe, schemes_of_matches
 
-    plan = choose_plan(files.manifest.config.family, options.devices, options.plan)
-    kv_cache = files.quantization.kv_cache if files.quantization else "float32"
+    manifest = baseline.manifest
+    plan = choose_plan(manifest.config.family, options.devices, options.plan)
+    recipe = load_recipe(options.recipe)
+    schemes = schemes_of_matches(match_recipe(recipe, manifest))
     items = [
-        *shape.items(baseline, plan, "float32", "baseline: "),
-        *shape.items(files, plan, kv_cache, "model: "),
+        *shape.items(manifest, {}, plan, "float32", "baseline: "),
+        *shape.items(manifest, schemes, plan, recipe.kv_cache, "model: "),
         reserve_item("Python, JAX, compiled programs", _RUNTIME_BYTES, plan.num_devices),
     ]
     return Ledger(devices=plan.num_devices, items=tuple(items))
@@ -148,8 +152,7 @@ def _measure(
     shape: "EvalShape",
     options: argparse.Namespace,
 ) -> tuple[_Measured, list["Answer"]]:
-    from jaxmoe.engine.config import load_profile
-    from jaxmoe.engine.llm import LLM, choose_plan, load_runner
+    from jaxmoe.engine.llm import LLM
     from jaxmoe.engine.request import SamplingParams
     from jaxmoe.engine.tokenizer import Tokenizer
     from jaxmoe.evals.setup import build_evaluator, make_windows, tokenize
@@ -174,10 +177,8 @@ def _measure(
         start = time.perf_counter()
         result = evaluator.run(windows, move)
         eval_seconds = time.perf_counter() - start
-    del evaluator
-    with bar(progress, "load and warm up to chat") as move:
-        plan = choose_plan(files.manifest.config.family, options.devices, options.plan)
-        llm = LLM(load_runner(files, plan, load_profile("quickstart"), move), tokenizer)
+    with bar(progress, "warm up to chat"):
+        llm = LLM(evaluator.runner, tokenizer)
     with bar(progress, "chat"):
         start = time.perf_counter()
         answers = llm.generate(_PROMPTS, SamplingParams(max_tokens=options.max_tokens), chat=True)

@@ -44,7 +44,7 @@ def build_batch(
         vocab: tokens of the model.
 
     Raises:
-        EngineError: a row, page, position or token is out of range.
+        EngineError: a row, page, position or token is out of range, or a row is given twice.
     """
     tokens = layout.tokens
     zeroed = config.zeroed(layout)
@@ -57,8 +57,12 @@ def build_batch(
         zero_pages=np.full((shards, zeroed), config.pages, np.int32),
         last_token=np.zeros((shards, layout.rows), np.int32),
     )
+    taken: set[tuple[int, int]] = set()
     for entry in rows:
         _check_row(entry, layout, config, shards, vocab)
+        if (entry.shard, entry.row) in taken:
+            raise EngineError(f"row {entry.row} of device {entry.shard} is given twice")
+        taken.add((entry.shard, entry.row))
         count = len(entry.token_ids)
         span = slice(entry.row * layout.chunk, entry.row * layout.chunk + count)
         positions = np.arange(entry.start, entry.start + count, dtype=np.int32)
@@ -69,6 +73,8 @@ def build_batch(
         batch.slots[entry.shard, span] = positions % config.page_size
         batch.page_table[entry.shard, entry.row, : len(pages)] = pages
         batch.last_token[entry.shard, entry.row] = span.stop - 1
+    if len(zero_pages) != shards:
+        raise EngineError(f"{len(zero_pages)} lists of pages to zero for {shards} devices")
     for shard, pages in enumerate(zero_pages):
         if len(pages) > zeroed or any(not NULL_PAGE < page < config.pages for page in pages):
             raise EngineError(f"pages {list(pages)} to zero do not fit {zeroed} entries of a pool of {config.pages}")
@@ -88,7 +94,8 @@ def _check_row(entry: RowInput, layout: Layout, config: EngineConfig, shards: in
     count, stop = len(entry.token_ids), entry.start + len(entry.token_ids)
     if not (0 <= entry.shard < shards and 0 <= entry.row < layout.rows and 1 <= count <= layout.chunk):
         raise EngineError(f"row {entry.row} of device {entry.shard} with {count} tokens does not fit {layout}")
-    if entry.start < 0 or stop > config.max_context_tokens or len(entry.pages) * config.page_size < stop:
+    fits = stop <= len(entry.pages) * config.page_size and len(entry.pages) <= config.table_width
+    if entry.start < 0 or stop > config.max_context_tokens or not fits:
         raise EngineError(
             f"positions {entry.start}..{stop - 1} do not fit {len(entry.pages)} pages of {config.page_size} and a "
             f"context of {config.max_context_tokens}"

@@ -47,9 +47,9 @@ class PagePool:
         """Sets pages aside for later `allocate` calls of a request.
 
         Raises:
-            EngineError: fewer are available.
+            EngineError: fewer are available, or the count is negative.
         """
-        if count > self.available:
+        if not 0 <= count <= self.available:
             raise EngineError(f"{count} pages reserved with {self.available} available")
         self._reserved += count
 
@@ -57,9 +57,9 @@ class PagePool:
         """Takes reserved pages.
 
         Raises:
-            EngineError: more than were reserved.
+            EngineError: more than were reserved, or the count is negative.
         """
-        if count > self._reserved:
+        if not 0 <= count <= self._reserved:
             raise EngineError(f"{count} pages allocated with {self._reserved} reserved")
         self._reserved -= count
         pages = tuple(self._free.pop() for _ in range(count))

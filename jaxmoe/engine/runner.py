@@ -67,11 +67,11 @@ class Generated:
 @partial(jax.tree_util.register_dataclass, data_fields=["logits", "expert_ids"], meta_fields=[])
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """Result of an evaluation step, on the devices."""
+    """Result of an evaluation step, on the devices (or its shapes)."""
 
-    logits: jax.Array
+    logits: Any
     """[shards * tokens, vocab] float32, rows split over the devices."""
-    expert_ids: jax.Array
+    expert_ids: Any
     """[moe_layers, shards * tokens, top_k] int32 logical experts."""
 
 

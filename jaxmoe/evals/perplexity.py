@@ -6,6 +6,7 @@ of routing are measured without storing logits.
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -69,10 +70,15 @@ class Evaluator:
         if len(vocabularies) != 1:
             raise ConfigError(f"model and baseline have different vocabularies: {sorted(vocabularies)}")
 
+    @property
+    def runner(self) -> Runner:
+        """The model's runner; its pages are free again after `run`."""
+        return self._runners[0]
+
     def warm_up(self) -> None:
         """Compiles what the evaluation needs; `run` compiles nothing."""
-        for runner in self._runners:
-            runner.compile([self.layout])
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            list(pool.map(lambda runner: runner.compile([self.layout]), self._runners))
         abstract = [runner.abstract_evaluated(self.layout) for runner in self._runners]
         targets = self._runners[0].abstract_tokens(self.layout)
         self._compare = jax.jit(_compare).lower(abstract[0], abstract[-1], targets).compile()

@@ -11,6 +11,8 @@ from jaxmoe.engine.llm import choose_plan, load_runner
 from jaxmoe.engine.tokenizer import Tokenizer
 from jaxmoe.evals.perplexity import Evaluator
 from jaxmoe.evals.windows import cut_windows, read_text
+from jaxmoe.models.leaves import Schemes
+from jaxmoe.models.manifest import Manifest
 from jaxmoe.nn.step import Layout
 from jaxmoe.ops.pages import KVDtype
 from jaxmoe.parallel.plan import Plan
@@ -37,19 +39,18 @@ class EvalShape:
         """Shape of the evaluation's step."""
         return Layout(rows=self.rows(devices), chunk=self.chunk, all_logits=True)
 
-    def config(self, devices: int, kv_cache: KVDtype, dtype: str = "float32") -> EngineConfig:
-        """Engine settings with just enough pages."""
-        base = EngineConfig()
+    def config(self, devices: int, kv_cache: KVDtype) -> EngineConfig:
+        """Engine settings with just enough pages; a short chat can follow on the same runner."""
+        base = EngineConfig(decode_rows=(1,), prefill_tokens=(64,))
         pages = 1 + self.rows(devices) * -(-self.window_tokens // base.page_size)
-        changed = replace(base, pages=pages, max_context_tokens=self.window_tokens, kv_cache=kv_cache)
-        return changed if dtype == "float32" else replace(changed, dtype="bfloat16")
+        return replace(base, pages=pages, max_context_tokens=self.window_tokens, kv_cache=kv_cache)
 
-    def items(self, files: ModelFiles, plan: Plan, kv_cache: KVDtype, label: str) -> list[Item]:
+    def items(self, manifest: Manifest, schemes: Schemes, plan: Plan, kv_cache: KVDtype, label: str) -> list[Item]:
         """Ledger lines of one model under this evaluation."""
         config = self.config(plan.num_devices, kv_cache)
         return serve_items(
-            files.manifest,
-            files.schemes,
+            manifest,
+            schemes,
             plan,
             dtype=config.dtype,
             kv_cache=kv_cache,

@@ -78,7 +78,7 @@ def build_manifest(family: Family, config: DecoderConfig) -> Manifest:
     graphdef, state = nnx.split(model)
     rules = {rule.path: rule for rule in family.tensors}
     entries = []
-    for path, variable in sorted(state.flat_state(), key=lambda item: tuple(map(str, item[0]))):
+    for path, variable in sorted(nnx.to_flat_state(state), key=lambda item: tuple(map(str, item[0]))):
         name = ".".join(map(str, path))
         abstract: jax.ShapeDtypeStruct = variable.get_value()
         metadata = variable.get_metadata()

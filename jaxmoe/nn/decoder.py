@@ -53,7 +53,9 @@ class Decoder(nnx.Module):
         tables = cos_sin(jnp.maximum(batch.positions, 0), inverse_frequencies(rope.rotary_dim, rope.theta))
         x = self.embed(batch.token_ids, parallel, dtype)
 
-        def run(block: Block, first_layer: int, x: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages, jax.Array]:
+        def run(
+            block: Block, first_layer: int, x: jax.Array, pages: KVPages
+        ) -> tuple[jax.Array, KVPages, jax.Array | None]:
             def body(
                 carry: tuple[jax.Array, KVPages], layer: jax.Array
             ) -> tuple[tuple[jax.Array, KVPages], jax.Array | None]:
@@ -67,7 +69,9 @@ class Decoder(nnx.Module):
 
         if self.config.dense_layers:
             x, pages, _ = run(self.dense, 0, x, pages)
-        return run(self.moe, self.config.dense_layers, x, pages)
+        x, pages, ids = run(self.moe, self.config.dense_layers, x, pages)
+        assert ids is not None, "blocks with experts return the chosen ids"
+        return x, pages, ids
 
     def logits(self, hidden: Float[Array, "rows embed"], parallel: ParallelContext) -> Float32[Array, "rows vocab"]:
         """Scores of all tokens for the given rows of the final residual stream."""

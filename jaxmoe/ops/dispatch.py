@@ -1,7 +1,7 @@
 """Choice of an operator's implementation: the first of a closed, ordered table that does not refuse.
 
 A refusal is a sentence. The choice is made while tracing, from shapes, dtypes and the platform, so it is a pure
-function and can be asked for without running anything (`explain`).
+function and can be asked for without running anything; `str` of a `Choice` explains it.
 """
 
 from collections.abc import Callable, Sequence

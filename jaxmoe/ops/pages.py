@@ -59,7 +59,7 @@ def fill_pages(pages: KVPages, page_ids: Int32[Array, " count"], data: int = 0, 
     The step zeroes freshly allocated pages with it before any write; debug mode poisons free pages with it.
     """
 
-    def fill(array: jax.Array | None, value: float) -> jax.Array | None:
+    def fill(array: jax.Array | None, value: int | float) -> jax.Array | None:
         return None if array is None else array.at[:, page_ids].set(jnp.asarray(value, array.dtype), mode="drop")
 
     value = data if pages.quantized else scale

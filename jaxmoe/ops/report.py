@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxmoe.ops import attention, dispatch, experts, kv_write, linear
 from jaxmoe.ops.pages import abstract_pages
@@ -12,7 +13,7 @@ from jaxmoe.quant.scheme import Scheme
 def operator_report() -> list[str]:
     """One line an operator, for typical INT8 arguments; nothing is allocated."""
 
-    def abstract(*shape: int, dtype: jnp.dtype = jnp.float32) -> jax.ShapeDtypeStruct:
+    def abstract(*shape: int, dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def quantized(*shape: int) -> QArray:

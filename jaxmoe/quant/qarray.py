@@ -17,7 +17,7 @@ from jaxmoe.quant.scheme import Scheme
 class QArray:
     """A weight [..., out, in] on a symmetric integer grid.
 
-    Invariants (checked by `validate`, which the loader calls; pytree operations may hold other leaves for a while):
+    Invariants (shapes and dtypes: `validate_shapes`; pytree operations may hold other leaves for a while):
         qvalue.dtype == int8, scale.dtype == float32
         qvalue.shape == (*lead, out, in), scale.shape == (*lead, out, ceil(in / group))
         original[..., o, i] ~ qvalue[..., o, i] * scale[..., o, i // group]
@@ -49,9 +49,16 @@ class QArray:
         return self.scheme.group_size(self.shape[-1])
 
     def __getitem__(self, index: Any) -> "QArray":
-        """Slices leading axes only: the out and in axes keep values and scales together."""
+        """Indexes any axis but the last, so that values and scales stay together.
+
+        Raises:
+            IndexError: the index reaches the input axis, whose groups it would tear apart.
+        """
         if index is Ellipsis:
             return self
+        entries = index if isinstance(index, tuple) else (index,)
+        if len(entries) >= self.ndim or any(entry is Ellipsis for entry in entries):
+            raise IndexError(f"the input axis of a QArray {list(self.shape)} cannot be indexed: {len(entries)} indices")
         return QArray(qvalue=self.qvalue[index], scale=self.scale[index], scheme=self.scheme)
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:

@@ -1,8 +1,9 @@
 """attention in plain XLA: online softmax over blocks of pages, the trip count read from the positions.
 
-The block partition depends on the page size only, so a token's result does not depend on how its prompt was chunked
-(up to the backend's choice of dot kernel). Scales are applied while INT8 data is widened, one block at a time: a
-prefill has far more scores than key elements, so scaling scores and probabilities instead costs twice the time.
+The block partition depends on the page size and the table's width only, so a token's result does not depend on how its
+prompt was chunked (up to the backend's choice of dot kernel). Scales are applied while INT8 data is widened, one block
+at a time: a prefill has far more scores than key elements, so scaling scores and probabilities instead costs twice the
+time.
 """
 
 import jax
@@ -74,7 +75,9 @@ def _run(
         jnp.zeros((*shape, head_dim), jnp.float32),
     )
     _, total, out = lax.fori_loop(0, blocks, body, start)
-    out = jnp.where(total[..., None] > 0, out / jnp.where(total > 0, total, 1)[..., None], jnp.float32(0))
+    # A padded query has total 0. The test is on the position: a total of NaN must reach the result, not become 0.
+    real = limit[..., 0] >= 0
+    out = jnp.where(real[..., None], out / jnp.where(real, total, 1)[..., None], jnp.float32(0))
     out = out.reshape(rows, kv_heads, chunk, group, head_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(rows, chunk, heads, head_dim).astype(q.dtype)
 

@@ -49,10 +49,20 @@ def experts(
         ValueError: shapes do not match.
         UnsupportedError: no implementation accepts the arguments.
     """
-    if gate.shape != up.shape or gate.shape[-1] != x.shape[-1] or down.shape[-2:] != gate.shape[:-3:-1]:
+    if (
+        gate.ndim != 4
+        or gate.shape != up.shape
+        or gate.shape[-1] != x.shape[-1]
+        or down.shape != (*gate.shape[:2], *gate.shape[:1:-1])
+    ):
         raise ValueError(
             f"experts: x {list(x.shape)}, gate {list(gate.shape)}, up {list(up.shape)} and down {list(down.shape)} "
             "do not fit together"
+        )
+    if expert_ids.shape != weights.shape or expert_ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"experts: expert_ids {list(expert_ids.shape)} and weights {list(weights.shape)} do not fit {x.shape[0]} "
+            "tokens"
         )
     arguments = (x, expert_ids, weights, gate, up, down)
     choice = dispatch.choose("experts", IMPLS, impl, *arguments, layer=layer, total_experts=total_experts)

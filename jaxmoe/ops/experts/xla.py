@@ -26,7 +26,11 @@ def tile_rows(tokens: int, top_k: int, total_experts: int) -> int:
 
 def swiglu_rows(x: Float[Array, "rows embed"], gate: Weight, up: Weight, down: Weight) -> Float32[Array, "rows embed"]:
     """down(silu(gate(x)) * up(x)) for one expert; x is quantised once for gate and up."""
-    if isinstance(gate, QArray) and isinstance(up, QArray) and gate.scheme.activation_bits == 8:
+    if (
+        isinstance(gate, QArray)
+        and isinstance(up, QArray)
+        and gate.scheme.activation_bits == up.scheme.activation_bits == 8
+    ):
         xq, sx = quantize_slices(x)
         gate_out = grouped_int8_dot(xq, gate.qvalue, gate.scale, group=gate.group) * sx[:, None]
         up_out = grouped_int8_dot(xq, up.qvalue, up.scale, group=up.group) * sx[:, None]

@@ -37,7 +37,7 @@ def linear(
         impl: name of one implementation; None takes the first that does not refuse.
 
     Raises:
-        ValueError: ranks or the input sizes do not match; both operands are named.
+        ValueError: ranks or sizes do not match; both operands are named.
         UnsupportedError: no implementation accepts the arguments.
     """
     rank = 2 if layer is None else 3
@@ -47,5 +47,7 @@ def linear(
             f"linear: x {x.dtype}{list(x.shape)} does not fit w {kind} {w.dtype}{list(w.shape)} "
             f"({'no layer index' if layer is None else 'with a layer index'})"
         )
+    if bias is not None and bias.shape != w.shape[:-1]:
+        raise ValueError(f"linear: bias {list(bias.shape)} does not fit w {list(w.shape)}")
     choice = dispatch.choose("linear", IMPLS, impl, x, w, layer=layer, bias=bias)
     return choice.impl.run(x, w, layer=layer, bias=bias)

@@ -1,0 +1,74 @@
+"""Scheme names: the text and the scheme determine each other; all other texts are refused with a reason."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
+
+from jaxmoe.errors import RecipeError
+from jaxmoe.quant.int8 import QMAX
+from jaxmoe.quant.scheme import MAX_EXACT_GROUP, Scheme, parse_scheme
+
+SCHEMES = [Scheme(activation_bits=bits, group=group) for bits in (8, 16) for group in (32, 64, 128, 256, None)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_name_and_scheme_determine_each_other(scheme: Scheme) -> None:
+    assert parse_scheme(scheme.name) == scheme
+
+
+@given(st.text(max_size=12) | st.from_regex(r"w[48]a(8|16)-(g\d{1,4}|channel)\n?", fullmatch=True))
+def test_a_text_is_the_name_of_its_scheme_or_is_refused(text: str) -> None:
+    try:
+        scheme = parse_scheme(text)
+    except RecipeError:
+        assert text not in {scheme.name for scheme in SCHEMES}
+    else:
+        assert scheme.name == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "w8a8", "W8A8-g128", "w4a8-g128", "w8a4-g128", "w8a8-g", "w8a8-g-1", "w8a8-channel\n", " w8a8-g128"]
+)
+def test_unknown_names_are_refused(text: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        parse_scheme(text)
+    assert repr(text) in str(error.value)
+    assert "use w8a8-g128" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["w8a8-g0", "w8a8-g0128", "w8a8-g١٢٨"])
+def test_other_spellings_of_a_group_are_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match=f"{text}'.*32, 64, 128"):
+        parse_scheme(text)
+
+
+@pytest.mark.parametrize("group", ["1", "13", "127", "512", "9" * 5000], ids=len)
+def test_illegal_groups_are_refused(group: str) -> None:
+    with pytest.raises(RecipeError, match=f"a group of {group} is not one of 32, 64, 128, 256"):
+        parse_scheme(f"w8a8-g{group}")
+
+
+def test_default_is_the_documented_scheme() -> None:
+    assert Scheme() == parse_scheme("w8a8-g128")
+
+
+@given(group=st.sampled_from([32, 64, 128, 256, None]), size=st.integers(1, 2000))
+def test_groups_cover_the_input_axis_once(group: int | None, size: int) -> None:
+    scheme = Scheme(group=group)
+    width, count = scheme.group_size(size), scheme.num_groups(size)
+    assert 1 <= width <= size
+    assert (count - 1) * width < size <= count * width
+
+
+def test_largest_exact_group_is_the_largest() -> None:
+    assert MAX_EXACT_GROUP * QMAX**2 < 2**24 <= (MAX_EXACT_GROUP + 1) * QMAX**2
+
+
+@pytest.mark.parametrize("fields", [{"weight_bits": 4}, {"activation_bits": 4}, {"group": 0}, {"group": -128}], ids=str)
+def test_no_scheme_breaks_its_invariants(fields: dict[str, Any]) -> None:
+    name, value = next(iter(fields.items()))
+    with pytest.raises((RecipeError, TypeCheckError), match=f"{name}(=|'[^=]*: ){value}"):
+        Scheme(**fields)

@@ -1,0 +1,96 @@
+"""The one table of tolerances: every inexact comparison of the tests names an entry, and every entry says why."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """A bound and the reason for its size."""
+
+    value: float
+    reason: str
+
+
+TOLERANCES: dict[str, Tolerance] = {
+    "golden_logits": Tolerance(
+        value=2e-5,
+        reason="absolute, tiny logits of size 1 to 5; float32 sums in another order than torch's: 3e-6 measured on 1 "
+        "and on 8 devices, a wrong part moves logits by more than 1e-2",
+    ),
+    "same_logits": Tolerance(
+        value=1e-5,
+        reason="absolute, tiny logits; the same float32 products by another program (chunk, device count), whose dots "
+        "may sum in another order: 3e-6 measured",
+    ),
+    "leaf_matters": Tolerance(
+        value=1e-3,
+        reason="least change of some tiny logit when one layer of one leaf changes its sign; 100 times float noise",
+    ),
+    "int8_half_step": Tolerance(
+        value=1e-4,
+        reason="fraction of a step beyond half a step: x * (127 / amax) and amax * (1 / 127) each round to 24 bits, at "
+        "most 127 steps times 3 * 2**-24 = 2.3e-5",
+    ),
+    "int8_linear": Tolerance(
+        value=2e-6,
+        reason="relative to the largest output; the integer sums are exact, and up to 18 float32 terms may be fused "
+        "into multiply-adds by the compiler, half an ulp each",
+    ),
+    "float_linear": Tolerance(
+        value=3.5e-5,
+        reason="relative to |x| @ |w|; a float32 sum of up to 576 products in any order errs by at most 576 * 2**-24",
+    ),
+    "bfloat16_ulp": Tolerance(
+        value=2**-7,
+        reason="relative; a float32 result near a tie may be rounded to either bfloat16 neighbour, one ulp apart",
+    ),
+    "int8_experts": Tolerance(
+        value=1e-2,
+        reason="relative to the largest output; exp differs by ulps between numpy and XLA, and a hidden value near a "
+        "tie then moves by one of 127 steps",
+    ),
+    "float_experts": Tolerance(
+        value=1e-5,
+        reason="relative to the largest output; three float32 products of up to 64 terms and an exp, in another order",
+    ),
+    "router_weights": Tolerance(
+        value=2e-6,
+        reason="relative; a softmax or sigmoid, a sum of up to 8 and a quotient in float32: about 10 roundings of "
+        "2**-24",
+    ),
+    "sample_mass": Tolerance(
+        value=1e-6,
+        reason="a cumulative sum of 16 float32 probabilities against float64: 16 roundings of at most 2**-24",
+    ),
+    "sample_chi_square": Tolerance(
+        value=30.0,
+        reason="7 degrees of freedom: a right sampler exceeds it for 1 of 10,000 seeds, and the seed is fixed; 4096 "
+        "draws with one of 8 probabilities off by a fifth exceed it",
+    ),
+    "rms_norm": Tolerance(
+        value=2e-6,
+        reason="absolute, results of size 1 to 4; a mean of up to 576 squares, a root and two products in float32",
+    ),
+    "rope": Tolerance(
+        value=2e-6,
+        reason="absolute, inputs of size 1 to 4; cosine, sine, two products and a sum in float32",
+    ),
+    "rope_distance": Tolerance(
+        value=1e-4,
+        reason="absolute, a score of 64 products of size 1; angles up to 109 are rounded to 24 bits, 4e-6 each",
+    ),
+    "attention": Tolerance(
+        value=2e-6,
+        reason="absolute, values of size 1 to 4; float32 scores, exponentials and sums over up to 520 keys against "
+        "float64 or against the same sums in another order",
+    ),
+    "demo_logits": Tolerance(
+        value=2e-3,
+        reason="absolute, demo logits of size up to 44; float32 sums in another order through 30 layers with outlier "
+        "channels",
+    ),
+    "demo_dense": Tolerance(
+        value=0.02,
+        reason="absolute, demo logits of size up to 44; the same products summed by expert instead of in one row",
+    ),
+}
