@@ -54,7 +54,6 @@ def plan_for(family: str, devices: int) -> Plan:
     return load_plan(asset("sharding", family, "cpu8.toml")).with_devices(devices)
 
 
-@cache
 def runner_of(
     folder: Path, *, devices: int = 1, kv_cache: Any = "float32", dtype: Any = "float32", rows: int = 2
 ) -> Runner:
@@ -67,6 +66,11 @@ def runner_of(
         dtype: dtype of activations and float weights.
         rows: sequences on one device; sizes the pool.
     """
+    return _runner(folder, devices, kv_cache, dtype, rows)
+
+
+@cache
+def _runner(folder: Path, devices: int, kv_cache: Any, dtype: Any, rows: int) -> Runner:
     files = open_model(folder)
     plan = plan_for(files.manifest.config.family, devices)
     grid = mesh.make(plan.mesh)

@@ -81,7 +81,7 @@ TOLERANCES: dict[str, Tolerance] = {
     ),
     "attention": Tolerance(
         value=2e-6,
-        reason="absolute, values of size 1 to 4; float32 scores, exponentials and sums over up to 520 keys against "
+        reason="relative to the largest value; float32 scores, exponentials and sums over up to 600 keys against "
         "float64 or against the same sums in another order",
     ),
     "demo_logits": Tolerance(
@@ -92,5 +92,10 @@ TOLERANCES: dict[str, Tolerance] = {
     "demo_dense": Tolerance(
         value=0.02,
         reason="absolute, demo logits of size up to 44; the same products summed by expert instead of in one row",
+    ),
+    "perplexity": Tolerance(
+        value=1e-4,
+        reason="relative, of a tiny model; log-probabilities differ by the order of float32 sums (see same_logits) and "
+        "their mean by less; a token or a window counted twice moves it by more than 1e-3",
     ),
 }

@@ -127,7 +127,7 @@ def parse_bytes(text: str) -> int:
     digits = text.rstrip("GIBMgibm")
     try:
         return int(float(digits) * units[text[len(digits) :].upper()])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise ConfigError(f"{text!r} is no amount of memory; write 64GiB, 80GB or 512MiB") from None
 
 

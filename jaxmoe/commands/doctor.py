@@ -19,10 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints the report; 1 when INT8 is slower than float somewhere."""
     start_jax(options)
-    import flax
     import jax
 
-    import jaxmoe
     from jaxmoe.bench.int8 import compare_int8
     from jaxmoe.engine.llm import choose_plan, load_runner
     from jaxmoe.ops.lint import check_integer_dots
@@ -31,9 +29,8 @@ def run(options: argparse.Namespace) -> int:
 
     out = console()
     kinds = ", ".join(sorted({device.device_kind for device in jax.devices()}))
-    out.print(
-        f"jaxmoe {jaxmoe.__version__}, jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}, flax {flax.__version__}"
-    )
+    packages = ("jaxmoe", "jax", "jaxlib", "flax")
+    out.print(", ".join(f"{name} {metadata.version(name)}" for name in packages))
     out.print(f"{len(jax.devices())} devices: {kinds} ({jax.default_backend()})\n")
     for line in operator_report():
         out.print(line)

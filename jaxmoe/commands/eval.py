@@ -50,7 +50,10 @@ def run(options: argparse.Namespace) -> int:
     windows = make_windows(tokenize(options.text or bundled_texts(), tokenizer), shape)
     kv_cache = options.kv_cache or (files.quantization.kv_cache if files.quantization else "float32")
     kind = gate_kind(files.schemes, kv_cache)
-    gate = load_gates(options.gates)[kind]
+    gates = load_gates(options.gates)
+    if kind not in gates:
+        raise ConfigError(f"{options.gates} has no gate [{kind}], which this model is held to")
+    gate = gates[kind]
     with progress_bars(out) as progress:
         with bar(progress, "load") as move:
             evaluator = build_evaluator(

@@ -29,7 +29,7 @@ def load_gates(path: Path | None = None) -> Mapping[str, Gate]:
         ConfigError: the file is wrong.
     """
     path = asset("configs", "gates.toml") if path is None else path
-    return decode(Mapping[str, Gate], read_toml(path), where=str(path))
+    return {name: decode(Gate, entry, where=f"{path}.{name}") for name, entry in read_toml(path).items()}
 
 
 def gate_kind(schemes: Schemes, kv_cache: str) -> GateKind:

@@ -1,5 +1,6 @@
 """What a family is: how its config.json is read and how its tensors are named on the hub."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,20 +74,52 @@ class ConfigReader:
             raise ConfigError(f"{self.where}: {key} = {value} is below 1")
         return value
 
-    def uniform(self, key: str, default: Any = _MISSING) -> int:
-        """A whole number given once or as a list with one equal entry a layer (Hunyuan-A13B writes lists).
+    def count(self, key: str, default: Any = _MISSING) -> int:
+        """A whole number of at least 0.
 
         Raises:
+            ConfigError: absent without a default, of another type, or negative.
+        """
+        value = self.take(key, int, default)
+        if value < 0:
+            raise ConfigError(f"{self.where}: {key} = {value} is negative")
+        return value
+
+    def positive_number(self, key: str, default: Any = _MISSING) -> float:
+        """A finite number above 0.
+
+        Raises:
+            ConfigError: absent without a default, of another type, or not positive and finite.
+        """
+        value = self.take(key, float, default)
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{self.where}: {key} = {value} is not positive and finite")
+        return value
+
+    def uniform(self, key: str, default: Any = _MISSING, *, layers: int, least: int = 1) -> int:
+        """A whole number given once or as a list with one equal entry a layer (Hunyuan-A13B writes lists).
+
+        Args:
+            key: its name.
+            default: when the key is absent.
+            layers: entries of a list.
+            least: smallest value allowed.
+
+        Raises:
+            ConfigError: no whole numbers, another number of entries than layers, or a value below `least`.
             UnsupportedError: the list's entries differ.
         """
         value = self.take(key, (int, list), default)
-        if isinstance(value, list):
-            if not value or any(not isinstance(entry, int) or entry != value[0] for entry in value):
-                raise UnsupportedError(
-                    f"{self.where}: {key} = {value} differs by layer; only equal entries are supported"
-                )
-            value = value[0]
-        return value
+        entries = value if isinstance(value, list) else [value] * layers
+        if any(not isinstance(entry, int) or isinstance(entry, bool) for entry in entries):
+            raise ConfigError(f"{self.where}: {key} = {value} is not a list of whole numbers")
+        if len(entries) != layers:
+            raise ConfigError(f"{self.where}: {key} has {len(entries)} entries for {layers} layers")
+        if len(set(entries)) > 1:
+            raise UnsupportedError(f"{self.where}: {key} = {value} differs by layer; only equal entries are supported")
+        if entries[0] < least:
+            raise ConfigError(f"{self.where}: {key} = {entries[0]} is below {least}")
+        return entries[0]
 
     def expect(self, key: str, *allowed: Any) -> None:
         """A key that may be absent, and must have one of the values that this version can do when present.

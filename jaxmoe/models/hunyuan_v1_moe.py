@@ -46,8 +46,9 @@ def _read_config(reader: ConfigReader) -> DecoderConfig:
     heads = reader.positive("num_attention_heads")
     embed = reader.positive("hidden_size")
     head_dim = reader.positive("head_dim", reader.positive("attention_head_dim", embed // heads))
-    expert_ffn = reader.uniform("moe_intermediate_size", reader.positive("intermediate_size"))
-    shared = reader.uniform("num_shared_expert", 1)
+    layers = reader.positive("num_hidden_layers")
+    expert_ffn = reader.uniform("moe_intermediate_size", reader.positive("intermediate_size"), layers=layers)
+    shared = reader.uniform("num_shared_expert", 1, layers=layers, least=0)
     for key in ("use_cla", "attention_bias", "mlp_bias", "moe_drop_tokens", "position_embedding_xdrope"):
         reader.expect(key, False)
     for key in ("group_limited_greedy", "use_mla"):
@@ -72,7 +73,7 @@ def _read_config(reader: ConfigReader) -> DecoderConfig:
         family="hunyuan_v1_moe",
         vocab=reader.positive("vocab_size"),
         embed=embed,
-        layers=reader.positive("num_hidden_layers"),
+        layers=layers,
         dense_layers=0,
         ffn=0,
         attention=AttentionConfig(
@@ -85,13 +86,13 @@ def _read_config(reader: ConfigReader) -> DecoderConfig:
         moe=MoEConfig(
             router=RouterConfig(
                 experts=reader.positive("num_experts"),
-                top_k=reader.uniform("moe_topk"),
+                top_k=reader.uniform("moe_topk", layers=layers),
                 score="softmax",
             ),
             expert_ffn=expert_ffn,
             shared_ffn=expert_ffn * shared,
         ),
-        norm_eps=reader.take("rms_norm_eps", float),
+        norm_eps=reader.positive_number("rms_norm_eps"),
         tied_head=reader.take("tie_word_embeddings", bool, False),
         max_positions=reader.positive("max_position_embeddings"),
     )

@@ -56,6 +56,8 @@ def _check(config: DecoderConfig, where: str) -> None:
         raise ConfigError(f"{where}: top-{router.top_k} of {router.experts} experts")
     if router.experts % router.groups or router.topk_groups > router.groups:
         raise ConfigError(f"{where}: {router.experts} experts in {router.groups} groups, of which {router.topk_groups}")
+    if router.groups > 1 and router.experts == router.groups:
+        raise ConfigError(f"{where}: {router.groups} groups of one expert; a group is ranked by its two best experts")
     if router.groups > 1 and router.topk_groups * (router.experts // router.groups) < router.top_k:
         raise ConfigError(f"{where}: {router.topk_groups} groups hold fewer than {router.top_k} experts")
     if config.moe_layers < 1:

@@ -58,6 +58,7 @@ def check_complete(checkpoint: Checkpoint, manifest: Manifest, schemes: Schemes)
         if missing == [TIED_HEAD]:
             hint = " (config.json says tie_word_embeddings = false; if the head is the embedding, set it to true)"
         raise WeightsError(f"{folder}: {len(missing)} tensors are missing: {listed(missing)}{hint}")
+    _check_kinds(checkpoint, expected)
     unused, leftover = [], []
     for name in sorted(present - set(expected)):
         layer = _LAYER.match(name)
@@ -73,7 +74,6 @@ def check_complete(checkpoint: Checkpoint, manifest: Manifest, schemes: Schemes)
         logger.warning(
             "%s: %d tensors of multi-token-prediction layers are not loaded by this version", folder, len(unused)
         )
-    _check_kinds(checkpoint, expected)
     return tuple(unused)
 
 

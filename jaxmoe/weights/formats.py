@@ -16,10 +16,12 @@ from typing import Any, Final, Literal
 from jaxmoe.decode import decode
 from jaxmoe.errors import ConfigError, RecipeError, UnsupportedError
 from jaxmoe.models.leaves import Schemes
-from jaxmoe.models.manifest import Manifest
+from jaxmoe.models.manifest import Entry, Manifest
 from jaxmoe.quant.scheme import Scheme, parse_scheme
 
 VERSION: Final = 1
+FLOAT_ROLES: Final = frozenset({"norm", "router", "router.bias", "attention.bias", "attention.norm", "embed", "head"})
+"""Roles without a quantised operator (vectors, the embedding, the head) or that routing depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,27 +51,25 @@ def read_quantization(config: Mapping[str, Any], where: str) -> QuantizationConf
         raise UnsupportedError(
             f"{where}: quantisation method {method!r} is not supported by this version, only 'jaxmoe'"
         )
-    quantization = decode(QuantizationConfig, data, where=f"{where}: quantization_config")
-    if quantization.version != VERSION:
-        raise UnsupportedError(
-            f"{where}: quantization_config version {quantization.version}, this version reads {VERSION}"
-        )
-    return quantization
+    # Before the rest: another version may have other keys.
+    version = data.get("version", VERSION)
+    if version != VERSION:
+        raise UnsupportedError(f"{where}: quantization_config version {version}, this version reads {VERSION}")
+    return decode(QuantizationConfig, data, where=f"{where}: quantization_config")
 
 
 def schemes_of(quantization: QuantizationConfig | None, manifest: Manifest, where: str) -> dict[str, Scheme | None]:
     """Parameter path -> scheme.
 
     Raises:
-        ConfigError: a named tensor does not exist in the model, or a scheme name is wrong.
+        ConfigError: a named tensor does not exist in the model or always stays float, or a scheme name is wrong.
     """
     if quantization is None:
         return {}
-    paths = {entry.hub: entry.path for entry in manifest.entries}
-    by_hub: dict[str, list[str]] = {}
+    by_hub: dict[str, list[Entry]] = {}
     for entry in manifest.entries:
-        by_hub.setdefault(entry.hub, []).append(entry.path)
-    unknown = sorted(set(quantization.tensors) - set(paths))
+        by_hub.setdefault(entry.hub, []).append(entry)
+    unknown = sorted(set(quantization.tensors) - set(by_hub))
     if unknown:
         raise ConfigError(
             f"{where}: quantization_config names tensors that the model does not have: {', '.join(unknown)}"
@@ -80,7 +80,10 @@ def schemes_of(quantization: QuantizationConfig | None, manifest: Manifest, wher
             scheme = parse_scheme(name)
         except RecipeError as error:
             raise ConfigError(f"{where}: quantization_config, {hub}: {error}") from error
-        schemes.update(dict.fromkeys(by_hub[hub], scheme))
+        for entry in by_hub[hub]:
+            if entry.role in FLOAT_ROLES:
+                raise ConfigError(f"{where}: quantization_config, {hub}: {entry.role} always stays float")
+            schemes[entry.path] = scheme
     return schemes
 
 

@@ -102,6 +102,9 @@ def run(q: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array, la
     return attention(q, pages, table, positions, layer=layer, scale=SCALE, impl=impl)
 
 
+write = jax.jit(kv_write)
+
+
 def apply(case: Case, impl: str, **changes: Any) -> np.ndarray:
     """The jitted operator with a traced layer index; skips what the implementation refuses."""
     case = replace(case, **changes)
@@ -254,10 +257,10 @@ def test_chunked_prefill_equals_one_chunk_equals_token_by_token(kind: str, impl:
         for start in range(0, tokens, bucket):
             count = min(bucket, tokens - start)
             span, padding = np.arange(start, start + count), bucket - count
-            ids = np.pad(table[span // page_size], (0, padding), constant_values=7)
+            ids = np.pad(table[span // page_size], (0, padding), constant_values=7).astype(np.int32)
             slots = np.pad(span % page_size, (0, padding)).astype(np.int32)
             new_k, new_v = (np.pad(x[span], ((0, padding), (0, 0), (0, 0))) for x in (k, v))
-            pages = jax.tree.map(np.asarray, kv_write(pages, new_k, new_v, ids, slots, layer=LAYER))
+            pages = write(pages, new_k, new_v, ids, slots, layer=np.int32(LAYER))
             case = Case(
                 q=np.pad(q[span], ((0, padding), (0, 0), (0, 0)))[None],
                 pages=pages,
@@ -303,14 +306,14 @@ def test_large_scores_do_not_overflow(impl: str) -> None:
 
 
 def test_heads_that_do_not_fit_are_named() -> None:
-    case = case_of("gqa-decode", "float32")
+    case, attend = case_of("gqa-decode", "float32"), partial(attention, layer=0, scale=1.0)
     for q in (np.ones((6, 1, 3, 8), np.float32), np.ones((6, 1, 4, 16), np.float32)):
         with pytest.raises(ValueError) as error:
-            attention(q, case.pages, case.page_table, case.positions, layer=0, scale=1.0)
+            jax.eval_shape(attend, q, case.pages, case.page_table, case.positions)
         assert str(error.value) == f"attention: q {list(q.shape)} does not fit pages {list(case.pages.k.shape)}"
 
 
 def test_an_unknown_implementation_is_refused() -> None:
-    case = case_of("gqa-decode", "float32")
+    case, attend = case_of("gqa-decode", "float32"), partial(attention, layer=0, scale=1.0)
     with pytest.raises(UnsupportedError, match="attention has no implementation 'cuda'; it has "):
-        attention(case.q, case.pages, case.page_table, case.positions, layer=0, scale=1.0, impl="cuda")
+        jax.eval_shape(partial(attend, impl="cuda"), case.q, case.pages, case.page_table, case.positions)

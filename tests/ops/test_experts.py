@@ -1,6 +1,7 @@
 """Contract of experts, for every implementation: any routing, exact sums, no row or expert that leaks into another."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -213,6 +214,24 @@ def test_random_operands_are_the_oracle(scheme: Scheme | None, tolerance: str, i
     expected = reference.experts(x, ids, weights, projector(stacks), EXPERTS)
     bound = TOLERANCES[tolerance].value * np.abs(expected).max()
     np.testing.assert_allclose(apply(x, ids, weights, stacks, impl), expected, rtol=0, atol=bound)
+
+
+@impls
+@pytest.mark.parametrize("bits", [(8, 16), (16, 8)], ids=str)
+def test_gate_and_up_keep_their_own_schemes(bits: tuple[int, int], impl: str) -> None:
+    """A weight-only projection beside an INT8 one stays weight-only: the oracle told apart by more than its bound."""
+    ids = route(17, 3)
+    weights = combine_weights(ids)
+    x, (gate, up, down) = random_example(len(ids), Scheme(group=32))
+    pairs = zip((gate, up), bits, strict=True)
+    mixed = tuple(replace(w, scheme=replace(w.scheme, activation_bits=count)) for w, count in pairs)
+    only = replace(down, scheme=replace(down.scheme, activation_bits=16))
+    out = apply(x, ids, weights, (*mixed, only), impl)
+    expected = reference.experts(x, ids, weights, projector((*mixed, only)), EXPERTS)
+    other = reference.experts(x, ids, weights, projector((gate, up, only)), EXPERTS)
+    bound = TOLERANCES["float_experts"].value * np.abs(expected).max()
+    np.testing.assert_allclose(out, expected, rtol=0, atol=bound)
+    assert np.abs(other - expected).max() > 2 * bound
 
 
 @impls

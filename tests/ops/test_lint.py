@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxmoe.errors import EngineError
 from jaxmoe.ops.experts import experts
 from jaxmoe.ops.linear import linear
-from jaxmoe.ops.lint import check_integer_dots
+from jaxmoe.ops.lint import check_integer_dots, operand_dtypes, products
 from jaxmoe.quant.qarray import QArray, quantize_weight
 from jaxmoe.quant.scheme import Scheme
 
@@ -175,3 +175,20 @@ def test_experts_multiply_integers_where_they_should(bits: int) -> None:
     )
     count = check_integer_dots(traced.jaxpr)
     assert count >= 5 if bits == 8 else count == 0  # two groups of gate, two of up, one of down
+
+
+def test_the_int8_path_has_no_product_but_of_int8() -> None:
+    """No float product at all, hence none of INT8 values that were converted."""
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    ids, weights = jax.ShapeDtypeStruct((8, 2), jnp.int32), jax.ShapeDtypeStruct((8, 2), jnp.float32)
+    gate, down = abstract_weight(2, 4, 32, 64, bits=8), abstract_weight(2, 4, 64, 32, bits=8)
+
+    def layer(x: jax.Array, w: QArray, ids: jax.Array, weights: jax.Array, gate: QArray, down: QArray) -> jax.Array:
+        out = linear(x, w, layer=1, impl="xla")
+        return experts(out, ids, weights, gate, gate, down, layer=1, total_experts=4, impl="xla")
+
+    traced = jax.jit(layer).trace(x, abstract_weight(2, 64, 64, bits=8), ids, weights, gate, down)
+    found = list(products(traced.jaxpr))
+    assert {operand_dtypes(equation) for _, equation in found} == {(jnp.dtype(jnp.int8), jnp.dtype(jnp.int8))}
+    assert len(found) == check_integer_dots(traced.jaxpr)
+    assert {where for where, _ in found} == {"top level", "while"}

@@ -5,6 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxmoe.parallel.placement import ExpertPlacement
+from jaxmoe.parallel.plan import Plan
 
 sizes = given(experts=st.integers(1, 300), ranks=st.integers(1, 64))
 
@@ -61,3 +62,12 @@ def test_five_experts_on_eight_ranks_leave_empty_ranks() -> None:
 def test_one_rank_is_the_identity() -> None:
     placement = ExpertPlacement(num_experts=7, num_ranks=1)
     assert placement.slot_of_expert().tolist() == placement.expert_of_slot().tolist() == list(range(7))
+
+
+@sizes
+def test_slots_are_the_padded_axis_of_the_plan(experts: int, ranks: int) -> None:
+    """Two modules know the size of the experts axis in memory; they must agree."""
+    rule = ("expert",)
+    plan = Plan(mesh={"expert": ranks}, rules={"tokens": rule, "pages": rule, "experts": rule, "vocab": ()})
+    placement = ExpertPlacement(num_experts=experts, num_ranks=ranks)
+    assert plan.physical_shape((experts,), ("experts",)) == (placement.num_slots,)

@@ -8,7 +8,7 @@ Contract
     gate, up     Array or QArray [layers, experts, expert_ffn, embed];  down [layers, experts, embed, expert_ffn].
     result       [tokens, embed] float32: for each token, in the order of its top_k slots, the sum of
                  weight * down(silu(gate(x)) * up(x)); products as in `linear` (W8A8 quantises x per token, and the
-                 hidden row per token again). Rows do not depend on each other.
+                 hidden row, cast to x's dtype, per token again). Rows do not depend on each other.
 """
 
 from jaxtyping import Array, Float, Float32, Int, Int32

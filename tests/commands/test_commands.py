@@ -1,0 +1,134 @@
+"""Commands on tiny checkpoints, in this process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxmoe import __version__
+from jaxmoe.assets import asset
+from jaxmoe.bench import int8
+from jaxmoe.bench.int8 import Comparison
+from jaxmoe.cli import COMMANDS, main
+from jaxmoe.weights.load import open_model
+from tests.commands import folders
+from tests.commands.folders import jaxmoe
+
+Capture = pytest.CaptureFixture[str]
+PRESETS = sorted(path.stem for path in asset("configs").glob("models/*.json"))
+
+
+def test_version_and_help(capsys: Capture) -> None:
+    for arguments, expected in ((["--version"], f"jaxmoe {__version__}\n"), (["--help"], "quantize")):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0 and expected in capsys.readouterr().out
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help"])
+        assert ended.value.code == 0 and f"usage: jaxmoe {command}" in capsys.readouterr().out
+
+
+def test_quantize(capsys: Capture, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    dry = jaxmoe(capsys, "quantize", folders.model(), out, "--dry-run")
+    assert (dry.code, dry.err) == (0, "") and not out.exists()
+    for part in ("recipe w8a8-g128", "experts.gate", "attention.q", "peak host memory of the stream"):
+        assert part in dry.out
+    real = jaxmoe(capsys, "quantize", folders.model(), out)
+    assert (real.code, real.err) == (0, "")
+    assert f"{out}: " in real.out and "jaxmoe_report.json" in real.out
+    assert open_model(out).quantization is not None
+    assert (out / "tokenizer.json").read_bytes() == (folders.model() / "tokenizer.json").read_bytes()
+
+
+def test_plan_of_a_folder(capsys: Capture) -> None:
+    outcome = jaxmoe(capsys, "plan", folders.model(), "--devices", 4)
+    assert (outcome.code, outcome.err) == (0, "")
+    for part in ("glm4_moe", "'expert': 4", "memory of one device", "routed experts", "keys and values: 240 bytes"):
+        assert part in outcome.out
+    assert "scales" not in outcome.out
+    for arguments in ((folders.quantized(),), (folders.model(), "--recipe", "w8a8-g128")):
+        assert "routed experts scales" in jaxmoe(capsys, "plan", *arguments).out
+    assert jaxmoe(capsys, "plan", folders.model() / "config.json").code == 0
+
+
+def test_plan_and_memory(capsys: Capture) -> None:
+    fits = jaxmoe(capsys, "plan", folders.model(), "--memory", "1GiB")
+    assert fits.code == 0 and "fits 1.00 GiB a device" in fits.out
+    refusal = jaxmoe(capsys, "plan", folders.model(), "--memory", "100000")
+    assert refusal.code == 2 and refusal.err.count("\n") == 1
+    assert "there are 0.1 MiB per device; largest: " in refusal.err
+
+
+@pytest.mark.skipif(not PRESETS, reason="no presets are shipped")
+def test_plan_of_presets(capsys: Capture) -> None:
+    for name in PRESETS:
+        outcome = jaxmoe(capsys, "plan", name, "--recipe", "w8a8-g128", "--devices", 8)
+        assert outcome.code == 0 and "routed experts scales" in outcome.out, (name, outcome.err)
+
+
+def test_generate(capsys: Capture) -> None:
+    options = ("--max-tokens", 5, "--profile", folders.profile(), "--no-compile-cache")
+    prompts = ("-p", "hello [bold]there", "-p", "something else that is longer")
+    plain = jaxmoe(capsys, "generate", folders.quantized(), *prompts, *options)
+    assert (plain.code, plain.err) == (0, "")
+    assert "> hello [bold]there\n" in plain.out and "> something else that is longer\n" in plain.out
+    assert "compilations after warm-up 0, pages in use 0" in plain.out
+
+
+def test_generate_chat_with_poison(capsys: Capture) -> None:
+    options = ("--max-tokens", 5, "--profile", folders.profile(), "--no-compile-cache", "--chat", "--poison")
+    outcome = jaxmoe(capsys, "generate", folders.quantized(), "-p", "hello", *options)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "> hello\n" in outcome.out and "compilations after warm-up 0, pages in use 0" in outcome.out
+
+
+@pytest.fixture(scope="module")
+def text() -> Path:
+    path = folders.scratch() / "eval.txt"
+    path.write_text("".join(chr(33 + i * i % 90) for i in range(200)), encoding="utf-8")
+    return path
+
+
+def test_eval_against_a_baseline(capsys: Capture, text: Path, tmp_path: Path) -> None:
+    cut = ("--text", text, "--windows", 2, "--window-tokens", 32, "--chunk", 16, "--no-compile-cache")
+    gates, report = tmp_path / "gates.toml", tmp_path / "result.json"
+    gates.write_text("[w8a8]\nmax_perplexity_increase = 1.0\n", encoding="utf-8")
+    arguments = (folders.quantized(), "--baseline", folders.model(), *cut, "--gates", gates, "--json", report)
+    passed = jaxmoe(capsys, "eval", *arguments)
+    assert (passed.code, passed.err) == (0, "")
+    assert "gate w8a8 passed" in passed.out and "router agreement" in passed.out
+    data = json.loads(report.read_text(encoding="utf-8"))
+    assert data["kind"] == "w8a8" and (data["windows"], data["window_tokens"]) == (2, 32)
+    assert data["overall"]["tokens"] == 64
+    assert data["overall"]["perplexity"] > 1 and data["overall"]["baseline_perplexity"] > 1
+    assert 0 <= data["overall"]["kl"] < 1 and 0.5 < data["router_agreement"] <= 1
+    assert [(part["start"], part["stop"]) for part in data["ranges"]] == [(0, 512)]
+    gates.write_text("[w8a8]\nmax_perplexity_increase = -0.9\n", encoding="utf-8")
+    failed = jaxmoe(capsys, "eval", *arguments)
+    assert (failed.code, failed.err) == (1, "")
+    assert "gate w8a8 failed: overall: perplexity" in failed.out and "the limit is -90.00%" in failed.out
+
+
+@pytest.mark.parametrize(("milliseconds", "code"), [(1.0, 0), (9.0, 1)])
+def test_doctor(capsys: Capture, monkeypatch: pytest.MonkeyPatch, milliseconds: float, code: int) -> None:
+    """The verdict, not the clock, is tested."""
+    row = Comparison(tokens=8, float_ms=3.0, int8_ms=milliseconds, error=0.01)
+    monkeypatch.setattr(int8, "compare_int8", lambda: iter([row]))
+    outcome = jaxmoe_doctor(capsys)
+    assert (outcome.code, outcome.err) == (code, "")
+    assert f"jaxmoe {__version__}" in outcome.out and "8 devices: cpu" in outcome.out
+    assert ("SLOWER" in outcome.out) == bool(code)
+    for shape in ("step 1 x 1: ", "step 1 x 16: "):
+        assert shape in outcome.out
+
+
+def jaxmoe_doctor(capsys: Capture) -> folders.Outcome:
+    return folders.jaxmoe(capsys, "doctor", folders.quantized(), "--profile", folders.profile(), "--no-compile-cache")
+
+
+def test_real_comparison_of_int8_and_float() -> None:
+    (row,) = int8.compare_int8((8,))
+    assert row.tokens == 8 and row.float_ms > 0 and row.int8_ms > 0
+    assert 0 < row.error < 0.05
