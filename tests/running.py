@@ -84,7 +84,14 @@ def _runner(folder: Path, devices: int, kv_cache: Any, dtype: Any, rows: int) ->
 def step(
     runner: Runner, ids: np.ndarray, start: int, count: int, *, bucket: int, only_rows: Seq[int] | None = None
 ) -> np.ndarray:
-    """Logits [rows, count, vocab] of tokens start .. start + count - 1 of every row.
+    """Logits [rows, count, vocab] of tokens start .. start + count - 1 of every row; see `step_with_experts`."""
+    return step_with_experts(runner, ids, start, count, bucket=bucket, only_rows=only_rows)[0]
+
+
+def step_with_experts(
+    runner: Runner, ids: np.ndarray, start: int, count: int, *, bucket: int, only_rows: Seq[int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [rows, count, vocab] and chosen experts [moe_layers, rows, count, top_k] of new tokens of every row.
 
     Row r lives on device r % devices, in the same pages at every call.
 
@@ -109,8 +116,15 @@ def step(
         rows.append(RowInput(shard=shard, row=slot, token_ids=tokens, start=start, pages=pages))
     vocab = runner.manifest.config.vocab
     batch = build_batch(layout, rows, fresh, config=runner.config, shards=shards, vocab=vocab)
-    logits = np.asarray(runner.evaluate(layout, batch).logits).reshape(shards, here, bucket, vocab)
-    return np.stack([logits[row % shards, row // shards, :count] for row in range(len(ids))])
+    result = runner.evaluate(layout, batch)
+    logits = np.asarray(result.logits).reshape(shards, here, bucket, vocab)
+    experts = np.asarray(result.expert_ids)
+    experts = experts.reshape(len(experts), shards, here, bucket, -1)
+    places = [(row % shards, row // shards) for row in range(len(ids))]
+    return (
+        np.stack([logits[shard, slot, :count] for shard, slot in places]),
+        np.stack([experts[:, shard, slot, :count] for shard, slot in places], axis=1),
+    )
 
 
 def chunked(runner: Runner, ids: np.ndarray, chunks: Seq[int], bucket: int = BUCKET_TOKENS) -> np.ndarray:

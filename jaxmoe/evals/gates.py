@@ -19,7 +19,10 @@ class Gate:
     """Limits for one kind of model."""
 
     max_perplexity_increase: float
-    """Relative to the baseline, for every position range."""
+    """Relative to the baseline, over all tokens and for every position range."""
+    range_standard_errors: float = 0.0
+    """Standard errors of a range's own increase that its limit is widened by: a limit below the sampling noise of a
+    range would pass or fail by chance. The limit over all tokens is never widened."""
 
 
 def load_gates(path: Path | None = None) -> Mapping[str, Gate]:
@@ -52,10 +55,12 @@ def check_gate(result: EvalResult, gate: Gate) -> list[str]:
     for part in (*result.ranges, result.overall):
         if part.increase is None:
             raise ConfigError("a gate compares with a baseline; give --baseline")
-        if not part.increase <= gate.max_perplexity_increase:
+        noise = 0.0 if part is result.overall else gate.range_standard_errors * (part.standard_error or 0.0)
+        if not part.increase <= gate.max_perplexity_increase + noise:
             where = "overall" if part is result.overall else f"positions {part.start}..{part.stop or ''}"
             failures.append(
                 f"{where}: perplexity {part.perplexity:.3f} against {part.baseline_perplexity:.3f} is "
                 f"{part.increase:+.2%}, the limit is {gate.max_perplexity_increase:+.2%}"
+                + (f" and {noise:.2%} of noise" if noise else "")
             )
     return failures

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxmoe.assets import asset
+from jaxmoe.engine.engine import Engine
 from tests.commands import folders
 from tests.commands.folders import jaxmoe
 
@@ -128,8 +129,9 @@ def test_plan_that_does_not_scale(capsys: Capture, tmp_path: Path) -> None:
     refused(capsys, f"{plan}: no rule for axis experts", "plan", folders.model(), "--plan", plan)
 
 
-def test_prompts_that_cannot_run(capsys: Capture) -> None:
-    """The default profile's programs are not what is tested: refusals come with the smallest profile."""
+def test_prompts_that_cannot_run(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing runs, so nothing has to be compiled here."""
+    monkeypatch.setattr(Engine, "warm_up", lambda _engine: None)
     options = (*GENERATE, "--profile", folders.profile())
     refused(capsys, "the prompt is empty", "generate", folders.model(), "-p", "fine", "-p", "", *options)
     message = "prompt of 80 tokens .* max_tokens 2 is more than the limit of 64 tokens"

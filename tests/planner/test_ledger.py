@@ -118,9 +118,7 @@ def test_check_names_the_largest_items() -> None:
     ledger.check(43 * mib, shared_host=True)
     with pytest.raises(MemoryPlanError, match="needs 13.0 MiB, there are 13.0 MiB per device; largest: a .*, d .*, c "):
         ledger.check(13 * mib - 1, shared_host=False)
-    with pytest.raises(
-        MemoryPlanError, match="needs 43.0 MiB, there are 42.0 MiB on this host; largest: c .*, b .*, d"
-    ):
+    with pytest.raises(MemoryPlanError, match="needs 43.0 MiB, there are 42.0 MiB on this host; largest: c .*, b "):
         ledger.check(42 * mib, shared_host=True)
 
 

@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxmoe.engine.runner import Runner
 from jaxmoe.errors import ConfigError, UnsupportedError, WeightsError
-from jaxmoe.models.leaves import Leaf, scale_name
+from jaxmoe.models.leaves import scale_name
 from jaxmoe.parallel import mesh
 from jaxmoe.parallel.placement import ExpertPlacement
 from jaxmoe.quant.scheme import parse_scheme
@@ -23,7 +25,7 @@ from jaxmoe.weights.load import ModelFiles, load_leaves, open_model
 from jaxmoe.weights.safetensors import open_checkpoint
 from jaxmoe.weights.writer import CheckpointWriter, TensorSpec
 from tests import tiny
-from tests.running import plan_for, run_logits, runner_of, scratch, step, tiny_folder
+from tests.running import BUCKET_TOKENS, plan_for, run_logits, runner_of, scratch, step, tiny_folder
 from tests.tolerances import TOLERANCES
 
 GLM, HUNYUAN = "glm4_moe", "hunyuan_v1_moe"
@@ -101,6 +103,24 @@ def refused(folder: Path, kind: type[Exception] = WeightsError) -> str:
     with pytest.raises(kind) as caught:
         open_model(folder)
     return str(caught.value)
+
+
+@contextmanager
+def leaf_changed(
+    runner: Runner, path: str, change: Callable[[np.ndarray], np.ndarray], part: str = "weight"
+) -> Iterator[None]:
+    """Replaces a leaf of a shared runner for a while."""
+    index = next(i for i, leaf in enumerate(runner._leaves) if (leaf.entry.path, leaf.part) == (path, part))
+    array = runner._arrays[index]
+    try:
+        runner._arrays[index] = jax.device_put(change(np.array(array)), array.sharding)
+        yield
+    finally:
+        runner._arrays[index] = array
+
+
+def logits_of(runner: Runner, ids: np.ndarray) -> np.ndarray:
+    return step(runner, ids, 0, BUCKET_TOKENS, bucket=BUCKET_TOKENS)
 
 
 # Complete or refused.
@@ -187,14 +207,15 @@ def test_case_83_a_stale_index_names_both_sets(tmp_path: Path) -> None:
 # The head: four combinations of tie_word_embeddings and lm_head.weight.
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_case_85_tied_without_a_head(tmp_path: Path, family: str) -> None:
-    folder = changed(tiny_folder(family), tmp_path / "x", drop=(HEAD,), config={"tie_word_embeddings": True})
+def test_case_85_tied_without_a_head(tmp_path: Path) -> None:
+    """The embedding is the head: the logits are those of a model whose own head has the embedding's values."""
+    folder = changed(tiny_folder(GLM), tmp_path / "x", drop=(HEAD,), config={"tie_word_embeddings": True})
     assert "head.weight" not in load(open_model(folder))
-    embedding = tensors_of(folder)[EMBED]
-    explicit = changed(tiny_folder(family), tmp_path / "y", add={HEAD: embedding})
-    ids = tiny.token_ids()
-    np.testing.assert_array_equal(run_logits(folder, ids), run_logits(explicit, ids))
+    runner, ids = runner_of(tiny_folder(GLM)), tiny.token_ids()
+    with leaf_changed(runner, "head.weight", lambda _: tensors_of(folder)[EMBED]):
+        explicit = logits_of(runner, ids)
+    # The embedding is not scaled like a head: its logits are 8 times as large, and so is their rounding.
+    np.testing.assert_allclose(run_logits(folder, ids), explicit, rtol=0, atol=8 * TOLERANCES["same_logits"].value)
 
 
 def test_case_85_not_tied_with_a_head() -> None:
@@ -344,12 +365,12 @@ def quantization_of(**changes: Any) -> dict[str, Any]:
         (
             {"tensors": {"model.layers.{layer}.mlp.shared_mlp.up_proj.weight": "w8a8-g32"}},
             ConfigError,
-            "quantization_config names tensors that the model does not have: model.layers.{layer}.mlp.shared_mlp.up_proj",
+            "names tensors that the model does not have: model.layers.{layer}.mlp.shared_mlp.up_proj.weight",
         ),
         (
             {"tensors": {"model.layers.1.mlp.experts.0.up_proj.weight": "w8a8-g32"}},
             ConfigError,
-            "quantization_config names tensors that the model does not have: model.layers.1.mlp.experts.0.up_proj.weight",
+            "names tensors that the model does not have: model.layers.1.mlp.experts.0.up_proj.weight",
         ),
         (
             {"tensors": {"model.layers.{layer}.self_attn.o_proj.weight": "w8a8-g100"}},
@@ -508,64 +529,112 @@ def test_float_dtypes_are_converted_once(tmp_path: Path, stored: Any, dtype: str
             np.testing.assert_array_equal(found[position], expected, err_msg=tensor)
 
 
-# The same model on any number of devices.
+# The same model on any number of devices. The references are programs that other tests compile anyway.
+
+NEVER = np.float32(-1e9)
+"""A correction bias with which an expert is never chosen."""
 
 
-@pytest.mark.parametrize(
-    ("name", "devices"), [("ten experts", 4), ("ten experts", 8), ("five experts", 8), ("odd vocabulary", 8)]
-)
-def test_uneven_parts_do_not_change_the_logits(name: str, devices: int) -> None:
-    """Ten experts on four devices (2 and 3 each) and on eight (1 and 2); five on eight: three devices have none."""
+def test_ten_experts_and_an_odd_vocabulary_do_not_change_the_logits() -> None:
+    """The tiny model with two more experts that no token chooses, and one more token that is a copy of another.
+
+    On eight devices experts lie 1, 1, 1, 2, 1, 1, 1, 2 to a device, and the last one has 26 of 33 rows of the
+    vocabulary; on four 2, 3, 2, 3.
+    """
+    known = [0, 1, 2, 4, 5, 6, 8, 9]
+    tensors = tensors_of(tiny_folder(GLM))
+    first, last = tensors[EMBED][9].copy(), tensors[HEAD][5].copy()
+    tensors[EMBED], tensors[HEAD] = np.vstack([tensors[EMBED], first]), np.vstack([tensors[HEAD], last])
+    for layer in (1, 2):
+        mlp = f"model.layers.{layer}.mlp"
+        for part in ("gate", "up", "down"):
+            old = [tensors.pop(f"{mlp}.experts.{expert}.{part}_proj.weight") for expert in range(8)]
+            new = dict(zip(known, old, strict=True))
+            for expert in range(10):
+                name = f"{mlp}.experts.{expert}.{part}_proj.weight"
+                tensors[name] = new.get(expert, tiny.draw(f"{name} (never chosen)", old[0].shape))
+        for name, value in ((f"{mlp}.gate.weight", 1), (f"{mlp}.gate.e_score_correction_bias", NEVER)):
+            wide = np.full((10, *tensors[name].shape[1:]), value, np.float32)
+            wide[known] = tensors[name]
+            tensors[name] = wide
+    config = {**tiny.CONFIGS[GLM], "vocab_size": 257, "n_routed_experts": 10}
+    folder = write(scratch() / "ten-experts-257-tokens", config, tensors)
     ids = tiny.token_ids()
-    one, many = (run_logits(sized_folder(name), ids, devices=count) for count in (1, devices))
-    assert one.shape == (*ids.shape, SIZES[name].get("vocab_size", 256))
-    np.testing.assert_allclose(many, one, rtol=0, atol=TOLERANCES["same_logits"].value)
+    ids[:, [3, 30]] = 9
+    expected = run_logits(tiny_folder(GLM), ids)
+    copied = np.where((ids == 9) & (np.arange(37) > 10), 256, ids)
+    assert (copied == 256).any()
+    for devices in (4, 8):
+        logits = run_logits(folder, copied, devices=devices)
+        np.testing.assert_allclose(logits[..., :256], expected, rtol=0, atol=TOLERANCES["same_logits"].value)
+        np.testing.assert_allclose(logits[..., 256], logits[..., 5], rtol=0, atol=TOLERANCES["same_logits"].value)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_runs_and_stays_near_float32(family: str) -> None:
+def test_five_experts_on_eight_devices_do_not_change_the_logits() -> None:
+    """Three devices have no expert; the tiny model with the last three never chosen is the same model."""
+    drop = tuple(n for n in tensors_of(tiny_folder(GLM)) for expert in (5, 6, 7) if f".experts.{expert}." in n)
+    tensors = tensors_of(tiny_folder(GLM))
+    gates = {name: array[:5] for name, array in tensors.items() if ".mlp.gate." in name}
+    folder = changed(
+        tiny_folder(GLM), scratch() / "five-of-eight", drop=drop, add=gates, config={"n_routed_experts": 5}
+    )
+    runner, ids = runner_of(tiny_folder(GLM)), tiny.token_ids()
+
+    def without_three(bias: np.ndarray) -> np.ndarray:
+        bias[:, 5:] = NEVER
+        return bias
+
+    with leaf_changed(runner, "moe.ffn.router.bias", without_three):
+        expected = logits_of(runner, ids)
+    assert np.abs(expected - logits_of(runner, ids)).max() > TOLERANCES["leaf_matters"].value
+    logits = run_logits(folder, ids, devices=8)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCES["same_logits"].value)
+
+
+def relative_error(logits: np.ndarray, exact: np.ndarray) -> float:
+    """Root mean square of the error in standard deviations of the exact logits."""
+    return float(np.sqrt(np.mean((logits - exact) ** 2)) / exact.std())
+
+
+def test_bfloat16_runs_and_stays_near_float32() -> None:
     ids = tiny.token_ids()
-    exact = run_logits(tiny_folder(family), ids)
-    coarse = run_logits(tiny_folder(family), ids, dtype="bfloat16")
-    error = np.sqrt(np.mean((coarse - exact) ** 2)) / exact.std()
+    error = relative_error(run_logits(tiny_folder(GLM), ids, dtype="bfloat16"), run_logits(tiny_folder(GLM), ids))
     assert 1e-4 < error < TOLERANCES["bfloat16_logits"].value
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_int8_runs_and_stays_near_float32(family: str) -> None:
     ids = tiny.token_ids()
-    exact = run_logits(tiny_folder(family), ids)
-    coarse = run_logits(quantized_folder(family), ids)
-    error = np.sqrt(np.mean((coarse - exact) ** 2)) / exact.std()
+    error = relative_error(run_logits(quantized_folder(family), ids), run_logits(tiny_folder(family), ids))
     assert 1e-4 < error < TOLERANCES["int8_logits"].value
 
 
-def _scales(family: str) -> list[str]:
+def _quantized(family: str) -> list[str]:
     manifest = tiny.manifest_of(tiny.CONFIGS[family])
     return [entry.path for entry in manifest.entries if entry.role not in FLOAT_ROLES]
 
 
-@pytest.mark.parametrize(("family", "path"), [(family, path) for family in FAMILIES for path in _scales(family)])
+@pytest.mark.parametrize(("family", "path"), [(family, path) for family in FAMILIES for path in _quantized(family)])
 def test_case_26_every_scale_matters(family: str, path: str) -> None:
-    """Doubles the scales of one layer, then gives each row of one layer its neighbour's scales."""
+    """In one layer at a time: every other row's scales doubled, and each row with its neighbour's scales.
+
+    Doubling all rows alike would change nothing where a norm follows (queries and keys of hunyuan_v1_moe).
+    """
     runner, ids = runner_of(quantized_folder(family)), tiny.token_ids()
-    index = next(i for i, leaf in enumerate(runner._leaves) if _is_scale(leaf, path))
-    array = runner._arrays[index]
-    logits = [step(runner, ids, 0, 37, bucket=37)]
-    try:
-        for layer in range(array.shape[0]):
-            for change in (lambda scale: scale * 2, lambda scale: np.roll(scale, 1, axis=-2)):
-                scale = np.array(array)
-                scale[layer] = change(scale[layer])
-                runner._arrays[index] = jax.device_put(scale, array.sharding)
-                logits.append(step(runner, ids, 0, 37, bucket=37))
-    finally:
-        runner._arrays[index] = array
-    for changed_logits in logits[1:]:
-        assert np.isfinite(changed_logits).all()
-        assert np.abs(changed_logits - logits[0]).max() > TOLERANCES["leaf_matters"].value
-    np.testing.assert_array_equal(step(runner, ids, 0, 37, bucket=37), logits[0])
+    exact = logits_of(runner, ids)
 
+    def doubled(scale: np.ndarray, layer: int) -> np.ndarray:
+        scale[layer, ..., ::2, :] *= 2
+        return scale
 
-def _is_scale(leaf: Leaf, path: str) -> bool:
-    return leaf.part == "scale" and leaf.entry.path == path
+    def permuted(scale: np.ndarray, layer: int) -> np.ndarray:
+        scale[layer] = np.roll(scale[layer], 1, axis=-2)
+        return scale
+
+    for layer in range(runner.manifest[path].shape[0]):
+        for change in (doubled, permuted):
+            with leaf_changed(runner, path, partial(change, layer=layer), "scale"):
+                logits = logits_of(runner, ids)
+            assert np.isfinite(logits).all()
+            assert np.abs(logits - exact).max() > TOLERANCES["leaf_matters"].value, (layer, change.__name__)
+    np.testing.assert_array_equal(logits_of(runner, ids), exact)
