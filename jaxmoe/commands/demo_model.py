@@ -22,5 +22,7 @@ def run(options: argparse.Namespace) -> int:
             options.out, top_k=options.top_k, progress=lambda _stage, done, total: move(done, total)
         )
     recall = sum(layer.recall for layer in report.layers) / len(report.layers)
-    out.print(f"{options.out}: {report.total_bytes / 1e6:.1f} MB, router recall@{options.top_k} {recall:.3f}")
+    out.print(
+        f"{options.out}: {report.total_bytes / 1e6:.1f} MB, router recall@{options.top_k} {recall:.3f}", markup=False
+    )
     return 0

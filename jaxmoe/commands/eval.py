@@ -42,6 +42,8 @@ def run(options: argparse.Namespace) -> int:
 
     if min(options.windows, options.window_tokens, options.chunk) < 1:
         raise ConfigError("--windows, --window-tokens and --chunk must be at least 1")
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ConfigError(f"--json {options.json}: the folder {options.json.parent} does not exist")
     out = console()
     files = open_model(options.model)
     baseline = None if options.baseline is None else open_model(options.baseline)

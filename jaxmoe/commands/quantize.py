@@ -37,7 +37,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     with progress_bars(out) as progress, bar(progress, "quantise") as move:
         quantize(job, options.out, move)
-    out.print(f"{options.out}: {gib(job.source_bytes)} -> {gib(job.result_bytes)}; report in jaxmoe_report.json")
+    out.print(
+        f"{options.out}: {gib(job.source_bytes)} -> {gib(job.result_bytes)}; report in jaxmoe_report.json", markup=False
+    )
     return 0
 
 

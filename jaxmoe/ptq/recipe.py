@@ -12,10 +12,9 @@ from jaxmoe.models.manifest import Entry, Manifest
 from jaxmoe.nn.param import Role
 from jaxmoe.ops.pages import KVDtype
 from jaxmoe.quant.scheme import Scheme, parse_scheme
+from jaxmoe.weights.formats import FLOAT_ROLES
 
 FLOAT = "float"
-_NEVER = frozenset({"norm", "router", "router.bias", "attention.bias", "attention.norm", "embed", "head"})
-"""Roles without a quantised operator (vectors, the embedding, the head) or that routing depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +100,7 @@ def _check_roles(recipe: Recipe) -> None:
                 f"recipe {recipe.name}: rule {index + 1} lists unknown role {', '.join(wrong)}; "
                 f"known: {', '.join(known)}"
             )
-        forbidden = [role for role in rule.roles if role in _NEVER and rule.scheme != FLOAT]
+        forbidden = [role for role in rule.roles if role in FLOAT_ROLES and rule.scheme != FLOAT]
         if forbidden:
             raise RecipeError(
                 f"recipe {recipe.name}: rule {index + 1} quantises {', '.join(forbidden)}, which always stay float"

@@ -17,6 +17,9 @@ _MOST_LISTED = 10
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq\Z")
 TIED_HEAD = "lm_head.weight"
+_MTP_MARK = "model.layers.{}.eh_proj.weight"
+"""What a multi-token-prediction layer has and an ordinary block has not: a config.json that names too few layers must
+not turn the rest of a model into something that is not loaded."""
 
 
 def expected_tensors(manifest: Manifest, schemes: Schemes) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -62,7 +65,7 @@ def check_complete(checkpoint: Checkpoint, manifest: Manifest, schemes: Schemes)
     unused, leftover = [], []
     for name in sorted(present - set(expected)):
         layer = _LAYER.match(name)
-        if layer and int(layer[1]) >= manifest.config.layers:
+        if layer and int(layer[1]) >= manifest.config.layers and _MTP_MARK.format(layer[1]) in present:
             unused.append(name)
         elif name == TIED_HEAD and manifest.config.tied_head:
             _check_tied(checkpoint)

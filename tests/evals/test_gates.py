@@ -1,6 +1,7 @@
 """Gates: which one a model is held to, and what passes."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -86,3 +87,13 @@ def test_file_is_decoded_strictly(tmp_path: Path) -> None:
     path.write_text("[w8a8]\nmax_increase = 1\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=f"{path}.w8a8: unknown key max_increase"):
         load_gates(path)
+
+
+def test_noise_widens_ranges_but_never_the_whole() -> None:
+    gate = Gate(max_perplexity_increase=0.125, range_standard_errors=2.0)
+    noisy = replace(part(10.0, stop=512), standard_error=0.0625)
+    assert check_gate(result(part(8.0), noisy), gate) == [], "25 % is the limit of 12.5 % and twice 6.25 %"
+    assert len(check_gate(result(part(8.0), noisy), GATE)) == 1
+    assert check_gate(result(replace(noisy, stop=None), noisy), gate)[0].startswith("overall: ")
+    unknown = replace(noisy, standard_error=math.nan)
+    assert len(check_gate(result(part(8.0), unknown), gate)) == 1

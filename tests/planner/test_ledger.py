@@ -27,7 +27,7 @@ CONFIG = EngineConfig(page_size=4, pages=9, max_context_tokens=32)
 def uneven_folder() -> Path:
     """Experts and vocabulary that no device count divides: padding has to be counted."""
     config = {**tiny.CONFIGS["glm4_moe"], "n_routed_experts": 6, "vocab_size": 251}
-    return tiny.write_checkpoint(scratch() / "uneven", config)
+    return tiny.write_checkpoint(scratch() / "uneven-everything", config)
 
 
 FOLDERS = {

@@ -16,6 +16,7 @@ from jaxmoe.ptq.recipe import load_recipe
 from jaxmoe.ptq.stream import check_output, matched_table, output_specs, prepare, quantize
 from jaxmoe.weights.load import open_model
 from jaxmoe.weights.safetensors import open_checkpoint
+from jaxmoe.weights.writer import CheckpointWriter, TensorSpec
 from tests import tiny
 
 GLM = {**tiny.CONFIGS["glm4_moe"], "hidden_size": 160}
@@ -249,9 +250,14 @@ def test_expert_of_zeros(own: Path, tmp_path: Path) -> None:
 
 def test_tensors_that_are_not_loaded_are_copied(tmp_path: Path) -> None:
     """Multi-token-prediction layers follow the last block; the stream carries them along."""
-    whole = write_source(tmp_path / "whole", {**GLM, "num_hidden_layers": 4})
-    config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
-    (whole / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}), encoding="utf-8")
+    plain = open_checkpoint(write_source(tmp_path / "plain"))
+    extra = {f"model.layers.3.{part}.weight": np.ones((4, 8), np.float32) for part in ("eh_proj", "enorm")}
+    tensors = {name: plain.read(name) for name in plain.tensors} | extra
+    whole = tmp_path / "whole"
+    with CheckpointWriter(whole, [TensorSpec(name=n, dtype=a.dtype, shape=a.shape) for n, a in tensors.items()]) as out:
+        for name, array in tensors.items():
+            out.write(name, array)
+    shutil.copyfile(tmp_path / "plain" / "config.json", whole / "config.json")
     job = prepare(whole, RECIPE)
     assert job.files.unused and all(name.startswith("model.layers.3.") for name in job.files.unused)
     quantize(job, tmp_path / "out")

@@ -329,6 +329,12 @@ def test_layers_for_multi_token_prediction_are_reported(tmp_path: Path, caplog: 
     assert set(loaded) == set(plain)
 
 
+def test_more_blocks_than_config_json_says_are_no_prediction_layers(tmp_path: Path) -> None:
+    """Only `eh_proj` makes a layer past the last one a prediction layer: a model is never cut short in silence."""
+    message = refused(changed(tiny_folder(GLM), tmp_path / "x", config={"num_hidden_layers": 2}))
+    assert "belong to nothing in this model: model.layers.2." in message
+
+
 # quantization_config.
 
 
