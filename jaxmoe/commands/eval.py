@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from jaxmoe.commands.common import add_mesh_arguments, bar, console, progress_bars, start_jax
 
 if TYPE_CHECKING:
-    from jaxmoe.evals.perplexity import EvalResult, RangeResult
+    import numpy as np
+
+    from jaxmoe.evals.perplexity import EvalResult, Evaluator, RangeResult
+    from jaxmoe.evals.setup import EvalShape
+    from jaxmoe.ops.pages import KVDtype
+    from jaxmoe.weights.load import ModelFiles
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from jaxmoe.engine.tokenizer import Tokenizer
     from jaxmoe.errors import ConfigError
     from jaxmoe.evals.gates import check_gate, gate_kind, load_gates
-    from jaxmoe.evals.setup import EvalShape, build_evaluator, make_windows, tokenize
+    from jaxmoe.evals.setup import EvalShape, make_windows, tokenize
     from jaxmoe.evals.windows import bundled_texts
     from jaxmoe.weights.load import open_model
 
@@ -50,32 +56,20 @@ def run(options: argparse.Namespace) -> int:
     shape = EvalShape(windows=options.windows, window_tokens=options.window_tokens, chunk=options.chunk)
     tokenizer = Tokenizer(options.model, files.manifest.config.vocab)
     windows = make_windows(tokenize(options.text or bundled_texts(), tokenizer), shape)
-    kv_cache = options.kv_cache or (files.quantization.kv_cache if files.quantization else "float32")
+    kv_cache = options.kv_cache or files.kv_cache
     kind = gate_kind(files.schemes, kv_cache)
     gates = load_gates(options.gates)
     if kind not in gates:
         raise ConfigError(f"{options.gates} has no gate [{kind}], which this model is held to")
     gate = gates[kind]
     with progress_bars(out) as progress:
-        with bar(progress, "load") as move:
-            evaluator = build_evaluator(
-                files,
-                baseline,
-                shape=shape,
-                kv_cache=kv_cache,
-                devices=options.devices,
-                plan=options.plan,
-                progress=move,
-            )
-        with bar(progress, "compile"):
-            evaluator.warm_up()
-        with bar(progress, "evaluate") as move:
-            start = time.perf_counter()
-            result = evaluator.run(windows, move)
-            seconds = time.perf_counter() - start
+        evaluator, result, seconds = measure(progress, files, baseline, windows, shape, kv_cache, options)
     print_result(out, result)
     fed = windows[:, 1:].size * (1 if baseline is None else 2)
-    out.print(f"{fed} tokens fed in {seconds:.1f} s ({fed / seconds:.0f} tokens/s, {options.devices} devices)")
+    out.print(
+        f"{fed} tokens fed in {seconds:.1f} s ({fed / seconds:.0f} tokens/s, {options.devices} devices); "
+        f"compilations after warm-up {evaluator.compilations_after_warm_up}"
+    )
     if options.json is not None:
         options.json.write_text(json.dumps({"kind": kind, **asdict(result)}, indent=2) + "\n", encoding="utf-8")
     if baseline is None:
@@ -86,6 +80,37 @@ def run(options: argparse.Namespace) -> int:
     if not failures:
         out.print(f"gate {kind} passed: at most {gate.max_perplexity_increase:+.2%}")
     return 1 if failures else 0
+
+
+def measure(
+    progress: Progress,
+    files: "ModelFiles",
+    baseline: "ModelFiles | None",
+    windows: "np.ndarray",
+    shape: "EvalShape",
+    kv_cache: "KVDtype",
+    options: argparse.Namespace,
+) -> tuple["Evaluator", "EvalResult", float]:
+    """Loads, compiles and evaluates with a bar each; the last value is the seconds of the evaluation alone."""
+    from jaxmoe.evals.setup import build_evaluator
+
+    with bar(progress, "load") as move:
+        evaluator = build_evaluator(
+            files,
+            baseline,
+            shape=shape,
+            kv_cache=kv_cache,
+            devices=options.devices,
+            plan=options.plan,
+            progress=move,
+        )
+    with bar(progress, "compile"):
+        evaluator.warm_up()
+    with bar(progress, "perplexity") as move:
+        start = time.perf_counter()
+        result = evaluator.run(windows, move)
+        seconds = time.perf_counter() - start
+    return evaluator, result, seconds
 
 
 def print_result(out: Console, result: "EvalResult") -> None:

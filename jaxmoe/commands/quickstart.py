@@ -20,7 +20,7 @@ from jaxmoe.commands.common import (
     progress_bars,
     start_jax,
 )
-from jaxmoe.commands.eval import print_result
+from jaxmoe.commands.eval import measure, print_result
 from jaxmoe.commands.plan import print_ledger
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def run(options: argparse.Namespace) -> int:
     out.print()
     print_result(out, measured.result)
     _print_table(out, files, baseline, ledger, measured)
-    kv_cache = files.quantization.kv_cache if files.quantization else "float32"
-    kind = gate_kind(files.schemes, kv_cache)
+    kind = gate_kind(files.schemes, files.kv_cache)
     failures = check_gate(measured.result, load_gates()[kind])
     for failure in failures:
         out.print(f"gate {kind} failed: {failure}")
@@ -155,28 +154,13 @@ def _measure(
     from jaxmoe.engine.llm import LLM
     from jaxmoe.engine.request import SamplingParams
     from jaxmoe.engine.tokenizer import Tokenizer
-    from jaxmoe.evals.setup import build_evaluator, make_windows, tokenize
+    from jaxmoe.evals.setup import make_windows, tokenize
     from jaxmoe.evals.windows import bundled_texts
 
     tokenizer = Tokenizer(files.folder, files.manifest.config.vocab)
     windows = make_windows(tokenize(bundled_texts(), tokenizer), shape)
-    kv_cache = files.quantization.kv_cache if files.quantization else "float32"
-    with bar(progress, "load both models") as move:
-        evaluator = build_evaluator(
-            files,
-            baseline,
-            shape=shape,
-            kv_cache=kv_cache,
-            devices=options.devices,
-            plan=options.plan,
-            progress=move,
-        )
-    with bar(progress, "compile"):
-        evaluator.warm_up()
-    with bar(progress, "perplexity of both") as move:
-        start = time.perf_counter()
-        result = evaluator.run(windows, move)
-        eval_seconds = time.perf_counter() - start
+    evaluator, result, eval_seconds = measure(progress, files, baseline, windows, shape, files.kv_cache, options)
+    compilations = evaluator.compilations_after_warm_up
     with bar(progress, "warm up to chat"):
         llm = LLM(evaluator.runner, tokenizer)
     with bar(progress, "chat"):
@@ -188,7 +172,7 @@ def _measure(
         result=result,
         eval_tokens_per_s=2 * windows[:, 1:].size / eval_seconds,
         decode_tokens_per_s=generated / chat_seconds,
-        compilations=llm.engine.compilations_after_warm_up,
+        compilations=compilations + llm.engine.compilations_after_warm_up,
         pages_in_use=llm.engine.pages_in_use,
     )
     return measured, answers

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.engine.batch import RowInput, build_batch
+from jaxmoe.engine.compile_watch import CompileWatch
 from jaxmoe.engine.runner import Evaluated, Runner
 from jaxmoe.errors import ConfigError, EngineError
 from jaxmoe.nn.step import Layout, StepBatch
@@ -66,6 +67,8 @@ class Evaluator:
         if baseline is not None and baseline.shards != runner.shards:
             raise ConfigError(f"model on {runner.shards} devices, baseline on {baseline.shards}")
         self._compare: Callable[..., Any] = _not_warm
+        self._watch = CompileWatch()
+        self._compiles_at_ready = 0
         vocabularies = {r.manifest.config.vocab for r in self._runners}
         if len(vocabularies) != 1:
             raise ConfigError(f"model and baseline have different vocabularies: {sorted(vocabularies)}")
@@ -82,6 +85,12 @@ class Evaluator:
         abstract = [runner.abstract_evaluated(self.layout) for runner in self._runners]
         targets = self._runners[0].abstract_tokens(self.layout)
         self._compare = jax.jit(_compare).lower(abstract[0], abstract[-1], targets).compile()
+        self._compiles_at_ready = self._watch.count
+
+    @property
+    def compilations_after_warm_up(self) -> int:
+        """Compilations of the process since `warm_up` ended."""
+        return self._watch.count - self._compiles_at_ready
 
     def run(self, windows: np.ndarray, progress: Callable[[int, int], None] | None = None) -> EvalResult:
         """Evaluates windows [count, length + 1].

@@ -14,6 +14,7 @@ from jaxmoe.errors import ConfigError
 from jaxmoe.models.leaves import Leaf, model_leaves
 from jaxmoe.models.manifest import Manifest, build_manifest
 from jaxmoe.models.registry import read_config
+from jaxmoe.ops.pages import KVDtype
 from jaxmoe.parallel.placement import ExpertPlacement
 from jaxmoe.parallel.plan import Plan
 from jaxmoe.quant.scheme import Scheme
@@ -36,6 +37,11 @@ class ModelFiles:
     schemes: Mapping[str, Scheme | None]
     unused: tuple[str, ...]
     """Tensors that this version knows and does not load."""
+
+    @property
+    def kv_cache(self) -> KVDtype:
+        """Storage of keys and values that the checkpoint asks for; float32 for a float one."""
+        return "float32" if self.quantization is None else self.quantization.kv_cache
 
     @property
     def tensor_bytes(self) -> int:
