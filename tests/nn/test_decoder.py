@@ -87,7 +87,7 @@ def test_every_layer_of_the_cache_scales_matters(family: str, part: str) -> None
 
 @pytest.mark.parametrize(("kv_cache", "scheme"), [("int8", "w8a8-g128"), ("bfloat16", None), ("float32", "w8a16-g128")])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dtypes(family: str, kv_cache: Any, scheme: str | None) -> None:
+def test_case_13_dtypes(family: str, kv_cache: Any, scheme: str | None) -> None:
     """bfloat16 activations stay bfloat16 through all blocks, pages keep their dtypes, logits are float32."""
     manifest, plan = tiny.manifest_of(tiny.CONFIGS[family]), plan_for(family, 1)
     config = manifest.config
