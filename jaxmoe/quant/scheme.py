@@ -6,10 +6,6 @@ from typing import Literal
 
 from jaxmoe.errors import RecipeError
 
-MAX_EXACT_GROUP = 1040
-"""Largest group whose INT8 products (127 x 127 each) sum to less than 2**24: a float32 simulation of the integer sum is
-then exact. Source: E1 of the study behind the design; 1040 * 127**2 = 16,774,160 < 16,777,216."""
-
 _NAME = re.compile(r"w8a(8|16)-(?:g(\d+)|channel)\Z")
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
 from jaxmoe.errors import RecipeError
-from jaxmoe.quant.int8 import QMAX
-from jaxmoe.quant.scheme import MAX_EXACT_GROUP, Scheme, parse_scheme
+from jaxmoe.quant.scheme import Scheme, parse_scheme
 
 SCHEMES = [Scheme(activation_bits=bits, group=group) for bits in (8, 16) for group in (32, 64, 128, 256, None)]
 
@@ -61,10 +60,6 @@ def test_groups_cover_the_input_axis_once(group: int | None, size: int) -> None:
     width, count = scheme.group_size(size), scheme.num_groups(size)
     assert 1 <= width <= size
     assert (count - 1) * width < size <= count * width
-
-
-def test_largest_exact_group_is_the_largest() -> None:
-    assert MAX_EXACT_GROUP * QMAX**2 < 2**24 <= (MAX_EXACT_GROUP + 1) * QMAX**2
 
 
 @pytest.mark.parametrize("fields", [{"weight_bits": 4}, {"activation_bits": 4}, {"group": 0}, {"group": -128}], ids=str)
