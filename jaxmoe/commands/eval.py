@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from jaxmoe.commands.common import add_mesh_arguments, bar, console, progress_bars, start_jax
+from jaxmoe.commands.common import add_mesh_arguments, bar, checkpoint_folder, console, progress_bars, start_jax
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("model", type=Path, help="folder of the checkpoint")
+    parser.add_argument("model", help="folder of the checkpoint")
     parser.add_argument("--baseline", type=Path, help="float checkpoint to compare with; enables the gate")
     parser.add_argument("--text", type=Path, action="append", help="UTF-8 file (default: the bundled evaluation text)")
     parser.add_argument("--windows", type=int, default=8, help="windows of text")
@@ -51,10 +51,10 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None and not options.json.parent.is_dir():
         raise ConfigError(f"--json {options.json}: the folder {options.json.parent} does not exist")
     out = console()
-    files = open_model(options.model)
+    files = open_model(checkpoint_folder(options.model))
     baseline = None if options.baseline is None else open_model(options.baseline)
     shape = EvalShape(windows=options.windows, window_tokens=options.window_tokens, chunk=options.chunk)
-    tokenizer = Tokenizer(options.model, files.manifest.config.vocab)
+    tokenizer = Tokenizer(files.folder, files.manifest.config.vocab)
     windows = make_windows(tokenize(options.text or bundled_texts(), tokenizer), shape)
     kv_cache = options.kv_cache or files.kv_cache
     kind = gate_kind(files.schemes, kv_cache)
@@ -78,7 +78,10 @@ def run(options: argparse.Namespace) -> int:
     for failure in failures:
         out.print(f"gate {kind} failed: {failure}")
     if not failures:
-        out.print(f"gate {kind} passed: at most {gate.max_perplexity_increase:+.2%}")
+        out.print(
+            f"gate {kind} passed: at most {gate.max_perplexity_increase:+.2%} over all tokens, "
+            f"{gate.max_range_increase:+.2%} in every range"
+        )
     return 1 if failures else 0
 
 
