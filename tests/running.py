@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.assets import asset
 from jaxmoe.engine.batch import RowInput, build_batch
 from jaxmoe.engine.config import EngineConfig
+from jaxmoe.engine.llm import choose_plan
 from jaxmoe.engine.runner import Runner
 from jaxmoe.nn.step import Layout
 from jaxmoe.parallel import mesh
-from jaxmoe.parallel.plan import Plan, load_plan
+from jaxmoe.parallel.plan import Plan
 from jaxmoe.ptq.recipe import load_recipe
 from jaxmoe.ptq.stream import prepare, quantize
 from jaxmoe.weights.load import load_leaves, open_model
@@ -24,7 +24,8 @@ from tests import tiny
 
 BUCKET_TOKENS = 37
 """Default chunk of prefill programs: the length of `tiny.token_ids`."""
-_PAGES_PER_ROW = 4
+_PAGE = 16
+_CONTEXT = 4 * _PAGE
 
 
 @cache
@@ -51,11 +52,18 @@ def tiny_quantized(family: str, recipe: str) -> Path:
 
 def plan_for(family: str, devices: int) -> Plan:
     """The family's CPU plan on a number of devices."""
-    return load_plan(asset("sharding", family, "cpu8.toml")).with_devices(devices)
+    return choose_plan(family, devices)
 
 
 def runner_of(
-    folder: Path, *, devices: int = 1, kv_cache: Any = "float32", dtype: Any = "float32", rows: int = 2
+    folder: Path,
+    *,
+    devices: int = 1,
+    kv_cache: Any = "float32",
+    dtype: Any = "float32",
+    rows: int = 2,
+    plan: Plan | None = None,
+    context: int = _CONTEXT,
 ) -> Runner:
     """A loaded runner; the same arguments give the same object, with whatever programs it has by then.
 
@@ -64,19 +72,28 @@ def runner_of(
         devices: CPU devices.
         kv_cache: storage of keys and values.
         dtype: dtype of activations and float weights.
-        rows: sequences on one device; sizes the pool.
+        rows: sequences of one pool of pages; sizes it.
+        plan: instead of the family's plan on `devices`.
+        context: tokens of a sequence, a multiple of the page size.
     """
-    return _runner(folder, devices, kv_cache, dtype, rows)
+    key = None if plan is None else plan.source + str(plan.num_devices)
+    if key is not None:
+        _PLANS[key] = plan
+    return _runner(folder, devices, kv_cache, dtype, rows, key, context)
+
+
+_PLANS: dict[str | None, Plan | None] = {None: None}
+"""Plans by what tells them apart: a plan itself cannot be a key of the cache."""
 
 
 @cache
-def _runner(folder: Path, devices: int, kv_cache: Any, dtype: Any, rows: int) -> Runner:
+def _runner(folder: Path, devices: int, kv_cache: Any, dtype: Any, rows: int, key: str | None, context: int) -> Runner:
     files = open_model(folder)
-    plan = plan_for(files.manifest.config.family, devices)
+    plan = _PLANS[key] or plan_for(files.manifest.config.family, devices)
     grid = mesh.make(plan.mesh)
     leaves, arrays = load_leaves(files, plan, grid, dtype)
     config = EngineConfig(
-        max_context_tokens=_PAGES_PER_ROW * 16, pages=1 + rows * _PAGES_PER_ROW, kv_cache=kv_cache, dtype=dtype
+        page_size=_PAGE, max_context_tokens=context, pages=1 + rows * context // _PAGE, kv_cache=kv_cache, dtype=dtype
     )
     return Runner(manifest=files.manifest, leaves=leaves, arrays=arrays, plan=plan, mesh=grid, config=config)
 
@@ -110,7 +127,7 @@ def step_with_experts(
     rows, fresh = [], [[] for _ in range(shards)]
     for row in range(len(ids)) if only_rows is None else only_rows:
         shard, slot = row % shards, row // shards
-        pages = [1 + slot * _PAGES_PER_ROW + i for i in range(-(-(start + count) // page))]
+        pages = [1 + slot * runner.config.table_width + i for i in range(-(-(start + count) // page))]
         fresh[shard] += pages[-(-start // page) :]
         tokens = ids[row, start : start + count].tolist()
         rows.append(RowInput(shard=shard, row=slot, token_ids=tokens, start=start, pages=pages))

@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from jaxmoe import log
+from jaxmoe.assets import asset
 from jaxmoe.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from jaxmoe.engine.config import EngineConfig
+    from jaxmoe.weights.load import ModelFiles
 
 MOST_EMULATED_DEVICES = 64
 
@@ -26,7 +28,10 @@ def add_mesh_arguments(parser: argparse.ArgumentParser, *, devices: int = 1) -> 
         "--devices", type=int, default=devices, metavar="N", help="devices of the mesh; on CPU they are emulated"
     )
     parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="sharding plan (default: sharding/<family>/cpu8.toml)"
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="sharding plan (default: sharding/<family>/cpu8.toml, or that of sharding/default)",
     )
     parser.add_argument("--no-compile-cache", action="store_true", help="do not keep compiled programs on disk")
 
@@ -37,6 +42,51 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache", choices=["int8", "float32", "bfloat16"], help="storage of keys and values")
     parser.add_argument("--max-context", type=int, metavar="TOKENS", help="longest prompt plus answer")
     parser.add_argument("--pages", type=int, metavar="N", help="pages of each device, one of them the null page")
+
+
+def open_described(model: str) -> "ModelFiles":
+    """A checkpoint folder, a config.json, or a preset of configs/models; the latter two have no weights.
+
+    Raises:
+        ConfigError: it is none of them.
+        JaxMoeError: see `open_model`, `open_config`.
+    """
+    from jaxmoe.weights.load import open_model
+    from jaxmoe.weights.preset import open_config
+
+    path = Path(model)
+    if path.is_dir():
+        has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
+        return open_model(path) if has_weights else open_config(path / "config.json")
+    return open_config(path if path.suffix == ".json" else preset_path(model))
+
+
+def preset_path(name: str) -> Path:
+    """The config.json of a preset.
+
+    Raises:
+        ConfigError: no such preset; all are listed.
+    """
+    try:
+        return asset("configs", "models", f"{name}.json")
+    except ConfigError:
+        known = sorted(entry.stem for entry in asset("configs", "models").glob("*.json"))
+        raise ConfigError(f"{name} is no folder, no config.json and no preset; presets: {', '.join(known)}") from None
+
+
+def checkpoint_folder(model: str) -> Path:
+    """A folder for a command that needs weights.
+
+    Raises:
+        ConfigError: it is a preset's name.
+    """
+    path = Path(model)
+    if not path.exists() and (asset("configs", "models") / f"{model}.json").exists():
+        raise ConfigError(
+            f"{model} is a preset, a config without weights, and this command needs weights: give the checkpoint's "
+            "folder"
+        )
+    return path
 
 
 def engine_config(options: argparse.Namespace) -> "EngineConfig":

@@ -2,12 +2,12 @@
 
 import argparse
 import time
-from pathlib import Path
 
 from jaxmoe.commands.common import (
     add_engine_arguments,
     add_mesh_arguments,
     bar,
+    checkpoint_folder,
     console,
     engine_config,
     progress_bars,
@@ -17,7 +17,7 @@ from jaxmoe.commands.common import (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("model", type=Path, help="folder of the checkpoint, float or quantised")
+    parser.add_argument("model", help="folder of the checkpoint, float or quantised")
     parser.add_argument("-p", "--prompt", action="append", required=True, help="may be given several times")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt in the checkpoint's chat template")
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer")
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Answers the prompts and prints speed, compilations and pages."""
     start_jax(options)
-    from jaxmoe.engine.llm import LLM, choose_plan, load_runner
-    from jaxmoe.engine.request import SamplingParams
+    from jaxmoe.engine.llm import LLM, choose_plan, encode_prompt, load_runner
+    from jaxmoe.engine.request import SamplingParams, check_request
     from jaxmoe.engine.tokenizer import Tokenizer
     from jaxmoe.weights.load import open_model
 
@@ -46,17 +46,20 @@ def run(options: argparse.Namespace) -> int:
         top_p=options.top_p,
         seed=options.seed,
     )
-    files = open_model(options.model)
+    files = open_model(checkpoint_folder(options.model))
     plan = choose_plan(files.manifest.config.family, options.devices, options.plan)
     config = engine_config(options)
-    tokenizer = Tokenizer(options.model, files.manifest.config.vocab)
+    tokenizer = Tokenizer(files.folder, files.manifest.config.vocab)
+    prompts = [encode_prompt(tokenizer, prompt, chat=options.chat) for prompt in options.prompt]
+    for ids in prompts:
+        check_request(ids, params, config=config, model=files.manifest.config)
     with progress_bars(out) as progress:
         with bar(progress, "load") as move:
             runner = load_runner(files, plan, config, move)
         with bar(progress, "compile and warm up"):
             llm = LLM(runner, tokenizer, poison=options.poison)
     start = time.perf_counter()
-    answers = llm.generate(options.prompt, params, chat=options.chat)
+    answers = llm.generate_ids(prompts, params)
     seconds = time.perf_counter() - start
     for prompt, answer in zip(options.prompt, answers, strict=True):
         out.print(f"\n[bold]> {_escape(prompt)}[/bold]")

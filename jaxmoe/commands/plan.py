@@ -1,6 +1,7 @@
 """jaxmoe plan MODEL [--devices N] [--recipe R] [--memory 64GiB]: the ledger, from config.json alone."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,11 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxmoe import log
-from jaxmoe.assets import asset
-from jaxmoe.commands.common import add_engine_arguments, console, engine_config, parse_bytes
-from jaxmoe.errors import ConfigError
+from jaxmoe.commands.common import add_engine_arguments, console, engine_config, open_described, parse_bytes
 
 if TYPE_CHECKING:
+    from jaxmoe.models.manifest import Manifest
     from jaxmoe.planner.ledger import Ledger
 
 
@@ -29,21 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints the ledger; refuses what does not fit."""
     log.configure()
-    from jaxmoe.decode import read_json
     from jaxmoe.engine.llm import choose_plan
-    from jaxmoe.models.manifest import build_manifest
-    from jaxmoe.models.registry import read_config
     from jaxmoe.planner.ledger import Ledger, gib, kv_token_bytes, serve_items
     from jaxmoe.ptq.recipe import load_recipe, match_recipe, schemes_of_matches
-    from jaxmoe.weights.formats import read_quantization, schemes_of
 
-    path = _config_path(options.model)
-    data = read_json(path)
-    family, config = read_config(data, str(path))
-    manifest = build_manifest(family, config)
-    if options.recipe is None:
-        schemes = schemes_of(read_quantization(data, str(path)), manifest, str(path))
-    else:
+    files = open_described(options.model)
+    manifest, config = files.manifest, files.manifest.config
+    schemes = files.schemes
+    if options.recipe is not None:
         schemes = schemes_of_matches(match_recipe(load_recipe(options.recipe), manifest))
     plan = choose_plan(config.family, options.devices, options.plan)
     engine = engine_config(options)
@@ -56,12 +49,13 @@ def run(options: argparse.Namespace) -> int:
         page_size=engine.page_size,
         pages=engine.pages,
         layouts=engine.layouts(),
+        table_tokens=engine.table_width * engine.page_size,
     )
     ledger = Ledger(devices=plan.num_devices, items=tuple(items))
     out = console()
-    out.print(f"{config.family}, {manifest.num_parameters / 1e9:.3f} B parameters, mesh {dict(plan.mesh)}")
+    out.print(f"{config.family}, {describe_parameters(manifest)}, mesh {dict(plan.mesh)}")
     print_ledger(out, ledger, shared_host=False)
-    per_token = kv_token_bytes(manifest, engine.kv_cache)
+    per_token = kv_token_bytes(manifest, engine.kv_cache, plan)
     tokens = (engine.pages - 1) * engine.page_size
     out.print(f"keys and values: {per_token:,} bytes a token; {tokens:,} tokens a device")
     if options.memory is not None:
@@ -69,6 +63,13 @@ def run(options: argparse.Namespace) -> int:
         ledger.check(limit, shared_host=False)
         out.print(f"fits {gib(limit)} a device: {gib(limit - ledger.device_bytes)} left")
     return 0
+
+
+def describe_parameters(manifest: "Manifest") -> str:
+    """'769.907 B parameters', and those of multi-token-prediction blocks where there are some."""
+    extra = sum(math.prod(entry.shape) for entry in manifest.entries if entry.path.startswith("mtp."))
+    text = f"{(manifest.num_parameters - extra) / 1e9:.3f} B parameters"
+    return f"{text} and {extra / 1e9:.3f} B of multi-token prediction" if extra else text
 
 
 def print_ledger(out: Console, ledger: "Ledger", *, shared_host: bool) -> None:
@@ -84,16 +85,3 @@ def print_ledger(out: Console, ledger: "Ledger", *, shared_host: bool) -> None:
     table.add_section()
     table.add_row("total", "", gib(ledger.host_bytes if shared_host else ledger.device_bytes))
     out.print(table)
-
-
-def _config_path(model: str) -> Path:
-    path = Path(model)
-    if path.is_dir():
-        return path / "config.json"
-    if path.suffix == ".json":
-        return path
-    try:
-        return asset("configs", "models", f"{model}.json")
-    except ConfigError:
-        known = sorted(entry.stem for entry in asset("configs", "models").glob("*.json"))
-        raise ConfigError(f"{model} is no folder, no config.json and no preset; presets: {', '.join(known)}") from None

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxmoe import log
-from jaxmoe.commands.common import bar, console, progress_bars
+from jaxmoe.commands.common import bar, checkpoint_folder, console, open_described, progress_bars
 
 if TYPE_CHECKING:
     from jaxmoe.ptq.stream import Job
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("model", type=Path, help="folder of the float checkpoint")
+    parser.add_argument("model", help="folder of the checkpoint; with --dry-run also a config.json or a preset")
     parser.add_argument("out", type=Path, help="folder to write; must not exist or be empty")
     parser.add_argument("--recipe", default="w8a8-g128", help="name in configs/quant or a .toml file")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, write nothing")
@@ -27,10 +27,13 @@ def run(options: argparse.Namespace) -> int:
     log.configure()
     from jaxmoe.planner.ledger import gib
     from jaxmoe.ptq.recipe import load_recipe
-    from jaxmoe.ptq.stream import check_output, prepare, quantize
+    from jaxmoe.ptq.stream import check_output, make_job, quantize
+    from jaxmoe.weights.load import open_model
 
     out = console()
-    job = prepare(options.model, load_recipe(options.recipe))
+    recipe = load_recipe(options.recipe)
+    files = open_described(options.model) if options.dry_run else open_model(checkpoint_folder(options.model))
+    job = make_job(files, recipe)
     check_output(options.out)
     print_matches(out, job)
     if options.dry_run:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from jaxmoe.engine.batch import RowInput, build_batch
 from jaxmoe.engine.compile_watch import CompileWatch
 from jaxmoe.engine.pages import PagePool
-from jaxmoe.engine.request import Completion, SamplingParams, Sequence
+from jaxmoe.engine.request import Completion, SamplingParams, Sequence, check_request
 from jaxmoe.engine.runner import Runner, SamplingBatch
 from jaxmoe.engine.scheduler import Decision, place, schedule
-from jaxmoe.errors import EngineError, RequestError
+from jaxmoe.errors import EngineError
 
 
 class Engine:
@@ -79,23 +79,7 @@ class Engine:
         Raises:
             RequestError: see `submit`.
         """
-        vocab = self.runner.manifest.config.vocab
-        if not prompt_ids:
-            raise RequestError("the prompt is empty: it has no tokens")
-        wrong = [token for token in prompt_ids if not 0 <= token < vocab]
-        if wrong:
-            raise RequestError(f"token id {wrong[0]} is not in 0..{vocab - 1}")
-        limit = min(
-            self.config.max_context_tokens,
-            self._pools[0].usable * self.config.page_size,
-            self.runner.manifest.config.max_positions,
-        )
-        if len(prompt_ids) + params.max_tokens > limit:
-            raise RequestError(
-                f"prompt of {len(prompt_ids)} tokens + max_tokens {params.max_tokens} is more than the limit of "
-                f"{limit} tokens ({self._pools[0].usable} pages of {self.config.page_size}, context "
-                f"{self.config.max_context_tokens}); shorten it or start with more pages"
-            )
+        check_request(prompt_ids, params, config=self.config, model=self.runner.manifest.config)
 
     def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[Completion]:
         """Runs prompts to their end, in order; prompt i draws with seed + i.

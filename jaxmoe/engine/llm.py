@@ -18,12 +18,14 @@ Progress = Callable[[int, int], None]
 
 
 def choose_plan(family: str, devices: int, path: Path | None = None) -> Plan:
-    """The plan of a file, or the family's bundled one, on a number of devices.
+    """The plan of a file, or the bundled one of the family or of all, on a number of devices.
 
     Raises:
         ConfigError, PlanError: it is absent or does not fit.
     """
-    path = asset("sharding", family, "cpu8.toml") if path is None else path
+    if path is None:
+        own = asset("sharding") / family / "cpu8.toml"
+        path = own if own.exists() else asset("sharding", "default", "cpu8.toml")
     return load_plan(path).with_devices(devices)
 
 
@@ -87,13 +89,24 @@ class LLM:
         Raises:
             RequestError: a prompt is empty or too long; nothing runs then.
         """
-        ids = [self._encode(prompt, chat) for prompt in prompts]
+        return self.generate_ids([encode_prompt(self.tokenizer, prompt, chat=chat) for prompt in prompts], params)
+
+    def generate_ids(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
+        """`generate` of token ids.
+
+        Raises:
+            RequestError: a prompt is empty or too long; nothing runs then.
+        """
         return [
             Answer(text=self.tokenizer.decode(completion.token_ids), completion=completion)
-            for completion in self.engine.generate(ids, params)
+            for completion in self.engine.generate(prompts, params)
         ]
 
-    def _encode(self, prompt: str, chat: bool) -> list[int]:
-        return (
-            self.tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else self.tokenizer.encode(prompt)
-        )
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str, *, chat: bool) -> list[int]:
+    """Token ids of a prompt, as it is or as a user message in the checkpoint's chat template.
+
+    Raises:
+        RequestError: there is no template, or it refuses the message.
+    """
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)

@@ -1,10 +1,13 @@
 """Requests, their sampling parameters, and the state of a running sequence."""
 
 import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxmoe.engine.config import EngineConfig
 from jaxmoe.errors import RequestError
+from jaxmoe.nn.config import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,3 +84,24 @@ class Sequence:
     def pending(self) -> int:
         """Tokens whose keys and values are not computed yet."""
         return len(self.tokens) - self.computed
+
+
+def check_request(prompt_ids: Seq[int], params: SamplingParams, *, config: EngineConfig, model: DecoderConfig) -> None:
+    """Refuses what can never run; needs no weights.
+
+    Raises:
+        RequestError: the prompt is empty, has tokens that do not exist, or does not fit context or pool.
+    """
+    if not prompt_ids:
+        raise RequestError("the prompt is empty: it has no tokens")
+    wrong = [token for token in prompt_ids if not 0 <= token < model.vocab]
+    if wrong:
+        raise RequestError(f"token id {wrong[0]} is not in 0..{model.vocab - 1}")
+    usable = config.pages - 1
+    limit = min(config.max_context_tokens, usable * config.page_size, model.max_positions)
+    if len(prompt_ids) + params.max_tokens > limit:
+        raise RequestError(
+            f"prompt of {len(prompt_ids)} tokens + max_tokens {params.max_tokens} is more than the limit of {limit} "
+            f"tokens ({usable} pages of {config.page_size}, context {config.max_context_tokens}); shorten it or start "
+            "with more pages"
+        )

@@ -17,8 +17,9 @@ from jaxmoe.errors import EngineError
 from jaxmoe.models.bind import bind
 from jaxmoe.models.leaves import Leaf, assemble
 from jaxmoe.models.manifest import Manifest
+from jaxmoe.nn.cache import cache_tables
 from jaxmoe.nn.step import Layout, StepBatch
-from jaxmoe.ops.pages import KVPages, abstract_pages, fill_pages
+from jaxmoe.ops.pages import Pages, Table, abstract_pages, fill_pages, pages_bytes
 from jaxmoe.ops.sample import sample
 from jaxmoe.parallel.exchange import ParallelContext
 from jaxmoe.parallel.plan import Plan
@@ -96,7 +97,8 @@ class Runner:
         self.plan = plan
         self.mesh = mesh
         self.config = config
-        self.shards = plan.num_devices
+        self.shards = plan.ways("pages")
+        """Page pools: groups of devices that share rows. Heads may be split within a group."""
         self._leaves = leaves
         self._arrays = arrays
         self._parallel = ParallelContext.from_plan(plan)
@@ -113,20 +115,33 @@ class Runner:
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
-    def _page_specs(self) -> KVPages:
-        attention = self.manifest.config.attention
+    def _page_partitions(self) -> Pages:
+        """How each array of the pages is split."""
+        return {
+            spec.name: Table(
+                data=self.plan.spec(spec.axes), scale=self.plan.spec(spec.axes) if self._quantized_pages else None
+            )
+            for spec in cache_tables(self.manifest.config)
+        }
+
+    @property
+    def _quantized_pages(self) -> bool:
+        return self.config.kv_cache == "int8"
+
+    def _page_specs(self) -> Pages:
         abstract = abstract_pages(
-            layers=self.manifest.config.layers,
+            cache_tables(self.manifest.config),
             pages=self.config.pages * self.shards,
             page_size=self.config.page_size,
-            kv_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
             dtype=self.config.kv_cache,
         )
-        sharding = self._sharding(self.plan.spec(("layers", "pages")))
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), abstract)
+        return jax.tree.map(
+            lambda array, spec: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._sharding(spec)),
+            abstract,
+            self._page_partitions(),
+        )
 
-    def _allocate_pages(self) -> KVPages:
+    def _allocate_pages(self) -> Pages:
         specs = self._page_specs()
         zeros = jax.jit(
             lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), specs),
@@ -137,7 +152,7 @@ class Runner:
     @property
     def page_bytes(self) -> int:
         """Bytes of the pages of all devices."""
-        return sum(array.nbytes for array in jax.tree.leaves(self._pages))
+        return pages_bytes(self._pages)
 
     def compile(self, layouts: Seq[Layout], progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles programs that do not exist yet, two at a time; lowering stays on this thread."""
@@ -152,8 +167,7 @@ class Runner:
 
     def _traced(self, layout: Layout) -> Any:
         tokens = self._token_spec
-        pages_spec = self.plan.spec(("layers", "pages"))
-        page_specs = jax.tree.map(lambda _: pages_spec, self._pages)
+        page_specs = self._page_partitions()
         out = (tokens, PartitionSpec(None, *tokens)) if layout.all_logits else (tokens, tokens)
         step = jax.shard_map(
             partial(self._step, layout),
@@ -190,8 +204,8 @@ class Runner:
         return batch, sampling
 
     def _step(
-        self, layout: Layout, arrays: list[jax.Array], pages: KVPages, batch: StepBatch, sampling: SamplingBatch
-    ) -> tuple[jax.Array, jax.Array, KVPages]:
+        self, layout: Layout, arrays: list[jax.Array], pages: Pages, batch: StepBatch, sampling: SamplingBatch
+    ) -> tuple[jax.Array, jax.Array, Pages]:
         model = bind(self.manifest, assemble(self._leaves, arrays))
         dtype = jnp.dtype(self.config.dtype)
         hidden, pages, ids = model(batch, pages, layout=layout, parallel=self._parallel, dtype=dtype)
@@ -266,7 +280,7 @@ class Runner:
         for shard, pages in enumerate(page_ids):
             ids[shard, : len(pages)] = pages
         if self._fill is None:
-            pages_spec = jax.tree.map(lambda _: self.plan.spec(("layers", "pages")), self._pages)
+            pages_spec = self._page_partitions()
             fill = jax.shard_map(
                 lambda pages, ids: fill_pages(pages, ids, _POISON_DATA, _POISON_SCALE),
                 mesh=self.mesh,

@@ -31,23 +31,24 @@ class EvalShape:
     chunk: int = 128
     """Tokens of one step and window."""
 
-    def rows(self, devices: int) -> int:
-        """Windows that a device holds at once."""
-        return -(-self.windows // devices)
+    def rows(self, pools: int) -> int:
+        """Windows that a pool of pages holds at once."""
+        return -(-self.windows // pools)
 
-    def layout(self, devices: int) -> Layout:
+    def layout(self, pools: int) -> Layout:
         """Shape of the evaluation's step."""
-        return Layout(rows=self.rows(devices), chunk=self.chunk, all_logits=True)
+        return Layout(rows=self.rows(pools), chunk=self.chunk, all_logits=True)
 
-    def config(self, devices: int, kv_cache: KVDtype) -> EngineConfig:
+    def config(self, pools: int, kv_cache: KVDtype) -> EngineConfig:
         """Engine settings with just enough pages; a short chat can follow on the same runner."""
         base = EngineConfig(decode_rows=(1,), prefill_tokens=(64,))
-        pages = 1 + self.rows(devices) * -(-self.window_tokens // base.page_size)
+        pages = 1 + self.rows(pools) * -(-self.window_tokens // base.page_size)
         return replace(base, pages=pages, max_context_tokens=self.window_tokens, kv_cache=kv_cache)
 
     def items(self, manifest: Manifest, schemes: Schemes, plan: Plan, kv_cache: KVDtype, label: str) -> list[Item]:
         """Ledger lines of one model under this evaluation."""
-        config = self.config(plan.num_devices, kv_cache)
+        pools = plan.ways("pages")
+        config = self.config(pools, kv_cache)
         return serve_items(
             manifest,
             schemes,
@@ -56,7 +57,8 @@ class EvalShape:
             kv_cache=kv_cache,
             page_size=config.page_size,
             pages=config.pages,
-            layouts=[self.layout(plan.num_devices)],
+            layouts=[self.layout(pools)],
+            table_tokens=config.table_width * config.page_size,
             label=label,
         )
 
@@ -95,9 +97,10 @@ def build_evaluator(
         JaxMoeError: see `choose_plan`, `load_runner`, `Evaluator`.
     """
     chosen = choose_plan(files.manifest.config.family, devices, plan)
-    runner = load_runner(files, chosen, shape.config(devices, kv_cache), progress)
+    pools = chosen.ways("pages")
+    runner = load_runner(files, chosen, shape.config(pools, kv_cache), progress)
     other = None
     if baseline is not None:
         other_plan = choose_plan(baseline.manifest.config.family, devices, plan)
-        other = load_runner(baseline, other_plan, shape.config(devices, "float32"), progress)
-    return Evaluator(runner, other, rows=shape.rows(devices), chunk=shape.chunk)
+        other = load_runner(baseline, other_plan, shape.config(pools, "float32"), progress)
+    return Evaluator(runner, other, rows=shape.rows(pools), chunk=shape.chunk)

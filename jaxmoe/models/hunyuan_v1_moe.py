@@ -1,10 +1,11 @@
 """hunyuan_v1_moe: Hunyuan-A13B. Source: transformers models/hunyuan_v1_moe (5.24.0) and the released config.json."""
 
 from jaxmoe.errors import UnsupportedError
-from jaxmoe.models.family import IGNORED_KEYS, ConfigReader, Family, TensorRule
-from jaxmoe.models.names import block_rules, decoder_rules, moe_rules, swiglu_rules
-from jaxmoe.models.rope_config import read_rope
-from jaxmoe.nn.config import AttentionConfig, DecoderConfig, MoEConfig, RouterConfig
+from jaxmoe.models.attention_config import read_attention
+from jaxmoe.models.common_config import expect_plain, read_decoder
+from jaxmoe.models.family import ConfigReader, Family
+from jaxmoe.models.names import GROUPED_QUERY, experts, family_rules, named, swiglu
+from jaxmoe.nn.config import DecoderConfig, MoEConfig, RouterConfig
 
 _UNUSED = (
     "add_classification_head",
@@ -21,8 +22,6 @@ _UNUSED = (
     "org_vocab_size",
     "pad_id",
     "pool_type",
-    "pretraining_tp",
-    "sep_token_id",
     "skip_cls_token",
     "text_end_id",
     "text_start_id",
@@ -43,12 +42,32 @@ _UNUSED = (
 
 
 def _read_config(reader: ConfigReader) -> DecoderConfig:
-    heads = reader.positive("num_attention_heads")
-    embed = reader.positive("hidden_size")
-    head_dim = reader.positive("head_dim", reader.positive("attention_head_dim", embed // heads))
     layers = reader.positive("num_hidden_layers")
     expert_ffn = reader.uniform("moe_intermediate_size", reader.positive("intermediate_size"), layers=layers)
     shared = reader.uniform("num_shared_expert", 1, layers=layers, least=0)
+    expect_plain(reader, *_UNUSED, dropout=True)
+    _expect_a13b(reader)
+    if expert_ffn != reader.positive("intermediate_size"):
+        raise UnsupportedError(
+            f"{reader.where}: moe_intermediate_size {expert_ffn} differs from intermediate_size "
+            f"{reader.positive('intermediate_size')}; the reference uses one width for both"
+        )
+    head_dim = reader.spelling("head_dim", "attention_head_dim")
+    router = RouterConfig(
+        experts=reader.positive("num_experts"),
+        top_k=reader.uniform(reader.spelling("moe_topk", "num_experts_per_tok"), layers=layers),
+        score="softmax",
+    )
+    return read_decoder(
+        reader,
+        family="hunyuan_v1_moe",
+        attention=read_attention(reader, kv_required=False, qk_norm="after_rope", alpha=True, head_dim_key=head_dim),
+        moe=MoEConfig(router=router, expert_ffn=expert_ffn, shared_ffn=expert_ffn * shared),
+    )
+
+
+def _expect_a13b(reader: ConfigReader) -> None:
+    """Hunyuan's code base is one for many models; only what A13B turns on is here."""
     for key in ("use_cla", "attention_bias", "mlp_bias", "moe_drop_tokens", "position_embedding_xdrope"):
         reader.expect(key, False)
     for key in ("group_limited_greedy", "use_mla"):
@@ -59,53 +78,28 @@ def _read_config(reader: ConfigReader) -> DecoderConfig:
         reader.expect(key, False, 1, 1.0)
     for key in ("use_qk_norm", "use_mixed_mlp_moe", "use_rotary_pos_emb", "norm_topk_prob"):
         reader.expect(key, True)
-    reader.expect("hidden_act", "silu")
     reader.expect("norm_type", "rms")
     reader.expect("moe_layer_num_skipped", 0)
-    # Dropout does nothing at inference; the released file says 0.1.
-    reader.ignore(*IGNORED_KEYS, *_UNUSED, "attention_dropout")
-    if expert_ffn != reader.positive("intermediate_size"):
-        raise UnsupportedError(
-            f"{reader.where}: moe_intermediate_size {expert_ffn} differs from intermediate_size "
-            f"{reader.positive('intermediate_size')}; the reference uses one width for both"
-        )
-    return DecoderConfig(
-        family="hunyuan_v1_moe",
-        vocab=reader.positive("vocab_size"),
-        embed=embed,
-        layers=layers,
-        dense_layers=0,
-        ffn=0,
-        attention=AttentionConfig(
-            heads=heads,
-            kv_heads=reader.positive("num_key_value_heads", heads),
-            head_dim=head_dim,
-            rope=read_rope(reader, head_dim, alpha=True),
-            qk_norm="after_rope",
-        ),
-        moe=MoEConfig(
-            router=RouterConfig(
-                experts=reader.positive("num_experts"),
-                top_k=reader.uniform("moe_topk", layers=layers),
-                score="softmax",
-            ),
-            expert_ffn=expert_ffn,
-            shared_ffn=expert_ffn * shared,
-        ),
-        norm_eps=reader.positive_number("rms_norm_eps"),
-        tied_head=reader.take("tie_word_embeddings", bool, False),
-        max_positions=reader.positive("max_position_embeddings"),
-    )
+    # The dense models of the family share the older word for its type.
+    if reader.take("model_type", str) == "hunyuan" and reader.positive("num_experts", 1) == 1:
+        raise UnsupportedError(f"{reader.where}: model_type 'hunyuan' with num_experts = 1 is a dense model")
 
 
 FAMILY = Family(
     name="hunyuan_v1_moe",
     read_config=_read_config,
-    tensors=(
-        *decoder_rules(),
-        *block_rules("moe", q_norm="query_layernorm", k_norm="key_layernorm"),
-        *moe_rules("moe.ffn"),
-        *swiglu_rules("moe.ffn.shared", "mlp.shared_mlp"),
-        TensorRule(path="moe.ffn.router.weight", hub="model.layers.{layer}.mlp.gate.wg.weight"),
+    tensors=family_rules(
+        moe={
+            **GROUPED_QUERY,
+            **named(
+                {
+                    "attention.q_norm.weight": "self_attn.query_layernorm.weight",
+                    "attention.k_norm.weight": "self_attn.key_layernorm.weight",
+                    "ffn.router.weight": "mlp.gate.wg.weight",
+                }
+            ),
+            **experts(),
+            **swiglu("ffn.shared", "mlp.shared_mlp"),
+        }
     ),
 )

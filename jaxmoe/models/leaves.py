@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxmoe.errors import PlanError
 from jaxmoe.models.manifest import Entry, Manifest
+from jaxmoe.nn.config import AttentionConfig, DecoderConfig
 from jaxmoe.parallel.plan import Plan
 from jaxmoe.quant.qarray import QArray
 from jaxmoe.quant.scheme import Scheme
@@ -35,10 +37,14 @@ class Leaf:
     dtype: np.dtype
     spec: PartitionSpec
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes over all devices, each part once."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def shard_bytes(self, plan: Plan) -> int:
         """Bytes of one device's part."""
-        ways = math.prod(plan.ways(axis) for axis in self.axes)
-        return math.prod(self.shape) * self.dtype.itemsize // ways
+        return self.nbytes // math.prod(plan.ways(axis) for axis in self.axes)
 
     def hub_name(self, tensor: str) -> str:
         """Name of the hub tensor that holds this part of `tensor`."""
@@ -57,23 +63,53 @@ def entry_leaves(entry: Entry, scheme: Scheme | None, plan: Plan, dtype: Any) ->
         kept = np.dtype(jnp.float32) if entry.float32 else np.dtype(dtype)
         spec = plan.spec(entry.axes)
         return (Leaf(entry=entry, part="weight", scheme=None, shape=shape, axes=entry.axes, dtype=kept, spec=spec),)
-    scale_shape = (*shape[:-1], scheme.num_groups(shape[-1]))
     scale_axes = (*entry.axes[:-1], "groups")
-    spec, scale_spec = plan.spec(entry.axes), plan.spec(scale_axes)
-    int8, float32 = np.dtype(jnp.int8), np.dtype(jnp.float32)
     return (
-        Leaf(entry=entry, part="weight", scheme=scheme, shape=shape, axes=entry.axes, dtype=int8, spec=spec),
         Leaf(
-            entry=entry, part="scale", scheme=scheme, shape=scale_shape, axes=scale_axes, dtype=float32, spec=scale_spec
+            entry=entry,
+            part="weight",
+            scheme=scheme,
+            shape=scheme.values_shape(shape),
+            axes=entry.axes,
+            dtype=np.dtype(scheme.values_dtype),
+            spec=plan.spec(entry.axes),
+        ),
+        Leaf(
+            entry=entry,
+            part="scale",
+            scheme=scheme,
+            shape=scheme.scales_shape(shape),
+            axes=scale_axes,
+            dtype=np.dtype(jnp.float32),
+            spec=plan.spec(scale_axes),
         ),
     )
 
 
 def model_leaves(manifest: Manifest, schemes: Schemes, plan: Plan, dtype: Any) -> tuple[Leaf, ...]:
-    """All leaves of a model, in the manifest's order."""
+    """All leaves of a model, in the manifest's order.
+
+    Raises:
+        PlanError: the plan splits heads or their outputs unevenly.
+    """
+    _check_heads(manifest.config, plan)
     return tuple(
         leaf for entry in manifest.entries for leaf in entry_leaves(entry, schemes.get(entry.path), plan, dtype)
     )
+
+
+def _check_heads(config: DecoderConfig, plan: Plan) -> None:
+    """Heads are split whole: an even split of their dims is not enough."""
+    ways, attention = plan.ways("q_heads"), config.attention
+    counts = {"attention heads": attention.heads, "hidden size": config.embed}
+    if isinstance(attention, AttentionConfig):
+        counts["key-value heads"] = attention.kv_heads
+    for name, count in counts.items():
+        if count % ways:
+            raise PlanError(
+                f"{plan.source}: {count} {name} cannot be split {ways} ways (rule heads, mesh {dict(plan.mesh)}); "
+                "choose a divisor"
+            )
 
 
 def assemble(leaves: tuple[Leaf, ...], arrays: list[Any]) -> dict[str, Any]:

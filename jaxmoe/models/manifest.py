@@ -3,14 +3,15 @@
 Planner, sharding, recipes, loader and exporter read this one table.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import jax
 from flax import nnx
 
-from jaxmoe.models.family import Family, expand
-from jaxmoe.nn.config import DecoderConfig
+from jaxmoe.models.family import Family, Hub, TensorRule, View, expand
+from jaxmoe.nn.config import DecoderConfig, LatentAttentionConfig
 from jaxmoe.nn.decoder import Decoder
 
 
@@ -28,8 +29,12 @@ class Entry:
     float32: bool
     """Kept in float32 whatever the model's dtype."""
     hub: str
-    """Template of hub tensor names."""
-    layers: range
+    """Template of the checkpoint's tensor names."""
+    own: str
+    """Template of tensor names in our own checkpoints: the released ones, but a tensor for each expert."""
+    view: View
+    """The part of each tensor that is this parameter's; the whole, unless the checkpoint fuses parameters."""
+    layers: tuple[int, ...]
     """Hub layer numbers of the leading axis; empty when the parameter has none."""
 
     @property
@@ -38,14 +43,38 @@ class Entry:
         return ("{layer}" in self.hub) + ("{expert}" in self.hub)
 
     @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        """Shape of one hub tensor."""
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of this parameter's part of one hub tensor, [.., out, in]."""
         return self.shape[self.lead :]
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of one hub tensor, other parameters' parts included."""
+        shape = list(self.part_shape)
+        if self.view.parts > 1:
+            # A fused bias has one axis of its own, a fused matrix two.
+            rows = -1 if self.role == "experts.bias" else -2
+            shape[rows] *= self.view.parts
+        if self.view.transposed:
+            shape[-2:] = shape[:-3:-1]
+        return (1, *shape) if self.view.unit_axis else tuple(shape)
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Shape of one tensor in our own checkpoints."""
+        return self.shape[("{layer}" in self.own) + ("{expert}" in self.own) :]
 
     def tensors(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """(index of the leading axes, hub tensor name) for all tensors of this parameter."""
-        experts = self.shape[1] if self.lead == 2 else 0
-        return expand(self.hub, self.layers, experts)
+        return expand(self.hub, self.layers, self._experts)
+
+    def own_tensors(self) -> Iterator[tuple[tuple[int, ...], str]]:
+        """`tensors` of our own checkpoints."""
+        return expand(self.own, self.layers, self._experts)
+
+    @property
+    def _experts(self) -> int:
+        return self.shape[1] if len(self.shape) > 1 and self.axes[1] == "experts" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +92,18 @@ class Manifest:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
-        total = 0
-        for entry in self.entries:
-            count = 1
-            for size in entry.shape:
-                count *= size
-            total += count
-        return total
+        return sum(math.prod(entry.shape) for entry in self.entries)
 
 
-def build_manifest(family: Family, config: DecoderConfig) -> Manifest:
-    """The manifest of a model; takes milliseconds at any size."""
+def build_manifest(family: Family, config: DecoderConfig, present: Collection[str] = ()) -> Manifest:
+    """The manifest of a model; takes milliseconds at any size.
+
+    Args:
+        family: names.
+        config: structure.
+        present: tensor names of a checkpoint, which decide between the ways to name a parameter; without them, and
+            for a parameter that has none of its tensors there, the released way.
+    """
     model = nnx.eval_shape(lambda: Decoder(config))
     graphdef, state = nnx.split(model)
     rules = {rule.path: rule for rule in family.tensors}
@@ -82,8 +112,9 @@ def build_manifest(family: Family, config: DecoderConfig) -> Manifest:
         name = ".".join(map(str, path))
         abstract: jax.ShapeDtypeStruct = variable.get_value()
         metadata = variable.get_metadata()
-        first = config.dense_layers if name.startswith("moe.") else 0
-        count = abstract.shape[0] if metadata["axes"][0] == "layers" else 0
+        layers = stack_layers(family, config, name) if metadata["axes"][0] == "layers" else ()
+        experts = abstract.shape[1] if metadata["axes"][1:2] == ("experts",) else 0
+        hub = _choose_hub(rules[name], layers, experts, present)
         entries.append(
             Entry(
                 path=name,
@@ -91,8 +122,32 @@ def build_manifest(family: Family, config: DecoderConfig) -> Manifest:
                 axes=metadata["axes"],
                 role=metadata["role"],
                 float32=metadata["float32"],
-                hub=rules[name].hub,
-                layers=range(first, first + count),
+                hub=hub.name,
+                own=rules[name].own.name,
+                view=hub.view,
+                layers=layers,
             )
         )
     return Manifest(config=config, graphdef=graphdef, entries=tuple(entries))
+
+
+def stack_layers(family: Family, config: DecoderConfig, path: str) -> tuple[int, ...]:
+    """Hub layer numbers of the stack that a parameter is in."""
+    stack = path.split(".")[0]
+    if stack == "dense":
+        return tuple(range(config.dense_layers))
+    if stack == "moe":
+        return tuple(range(config.dense_layers, config.layers))
+    if stack == "mtp":
+        first = config.layers if family.mtp_first is None else family.mtp_first
+        return tuple(range(first, first + config.mtp_layers))
+    assert stack == "indexer" and isinstance(config.attention, LatentAttentionConfig), path
+    assert config.attention.indexer is not None, path
+    return config.attention.indexer.full_layers
+
+
+def _choose_hub(rule: TensorRule, layers: tuple[int, ...], experts: int, present: Collection[str]) -> Hub:
+    for hub in rule.hubs:
+        if any(tensor in present for _, tensor in expand(hub.name, layers, experts)):
+            return hub
+    return rule.hubs[0]

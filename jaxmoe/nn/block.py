@@ -1,58 +1,85 @@
 """One transformer block: attention and a feed-forward, each on the normalised residual stream."""
 
+from dataclasses import dataclass
+from functools import partial
+
 import jax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxmoe.nn.attention_gqa import GQAttention
-from jaxmoe.nn.config import DecoderConfig
+from jaxmoe.nn.attention_latent import LatentAttention
+from jaxmoe.nn.config import AttentionConfig, DecoderConfig
+from jaxmoe.nn.hyper import HyperConnection, write
+from jaxmoe.nn.indexer import Indexer
 from jaxmoe.nn.mlp import SwiGLU
 from jaxmoe.nn.moe import MoE
 from jaxmoe.nn.norm import RMSNorm
 from jaxmoe.nn.param import ParamFactory
+from jaxmoe.nn.rotary import RopeTables
 from jaxmoe.nn.step import Layout, StepBatch
-from jaxmoe.ops.pages import KVPages
+from jaxmoe.ops.pages import Pages
 from jaxmoe.parallel.exchange import ParallelContext
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "pages", "selected"], meta_fields=[])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What blocks hand on."""
+
+    x: Float[Array, "tokens embed"] | Float[Array, "tokens streams embed"]
+    """Residual stream, or streams with hyper-connections."""
+    pages: Pages
+    """Cache of this device."""
+    selected: Int32[Array, "rows chunk k"] | None
+    """Keys that the last indexer chose; None: all."""
 
 
 class Block(nnx.Module):
     """A stack of equal blocks, dense or mixture-of-experts; `layer` says which."""
 
-    def __init__(self, config: DecoderConfig, *, layers: int, moe: bool):
-        """Declares the parts with a leading layers axis."""
+    def __init__(self, config: DecoderConfig, *, layers: int, moe: bool, hyper: bool = True):
+        """Declares the parts with a leading layers axis; `hyper`: with hyper-connections where the model has them."""
         param = ParamFactory(layers=layers)
         self.layers = layers
         self.is_moe = moe
+        self.has_hyper = hyper and config.hyper is not None
         self.attention_norm = RMSNorm(config.embed, "embed", config.norm_eps, param)
-        self.attention = GQAttention(config, param)
+        grouped = isinstance(config.attention, AttentionConfig)
+        self.attention = GQAttention(config, param) if grouped else LatentAttention(config, param)
         self.ffn_norm = RMSNorm(config.embed, "embed", config.norm_eps, param)
         self.ffn = MoE(config, param) if moe else SwiGLU(config.embed, config.ffn, "ffn", "ffn", param)
+        if self.has_hyper:
+            self.attention_hyper = HyperConnection(config, param)
+            self.ffn_hyper = HyperConnection(config, param)
 
     def __call__(
         self,
-        x: Float[Array, "tokens embed"],
-        pages: KVPages,
+        state: State,
         batch: StepBatch,
-        rope: tuple[jax.Array, jax.Array],
+        rope: RopeTables,
+        indexer: Indexer | None,
         *,
         layer: jax.Array,
         first_layer: int,
         layout: Layout,
         parallel: ParallelContext,
-    ) -> tuple[jax.Array, KVPages, jax.Array | None]:
-        """Residual stream, cache, and the expert ids (None for a dense block)."""
-        mixed, pages = self.attention(
-            self.attention_norm(x, layer),
-            pages,
-            batch,
-            rope,
-            layer=layer,
-            cache_layer=layer + first_layer,
-            layout=layout,
-        )
-        x = x + mixed
+    ) -> tuple[State, jax.Array | None]:
+        """The state after this block, and the expert ids (None for a dense block)."""
+        x, gates = self.attention_hyper(state.x, layer) if self.has_hyper else (state.x, None)
+        normed = self.attention_norm(x, layer)
+        where = {"layer": layer, "cache_layer": layer + first_layer, "layout": layout, "parallel": parallel}
+        if isinstance(self.attention, GQAttention):
+            mixed, pages = self.attention(normed, state.pages, batch, rope, **where)
+            selected = state.selected
+        else:
+            mixed, pages, selected = self.attention(normed, state.pages, batch, rope, state.selected, indexer, **where)
+        stream = state.x + mixed if gates is None else write(state.x, mixed, gates)
+        x, gates = self.ffn_hyper(stream, layer) if self.has_hyper else (stream, None)
         normed = self.ffn_norm(x, layer)
         if isinstance(self.ffn, MoE):
             out, ids = self.ffn(normed, batch.positions >= 0, layer=layer, parallel=parallel)
-            return x + out, pages, ids
-        return x + self.ffn(normed, layer), pages, None
+        else:
+            out, ids = self.ffn(normed, layer), None
+        stream = stream + out if gates is None else write(stream, out, gates)
+        return State(x=stream, pages=pages, selected=selected), ids

@@ -5,15 +5,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxmoe.nn.block import Block
-from jaxmoe.nn.config import DecoderConfig
+from jaxmoe.nn.block import Block, State
+from jaxmoe.nn.config import DecoderConfig, LatentAttentionConfig
 from jaxmoe.nn.embed import Embedding, Head, logits
+from jaxmoe.nn.hyper import HyperHead
+from jaxmoe.nn.indexer import Indexer
+from jaxmoe.nn.mtp import MTP
 from jaxmoe.nn.norm import RMSNorm
 from jaxmoe.nn.param import ParamFactory
+from jaxmoe.nn.rotary import rope_tables
 from jaxmoe.nn.stack import scan_layers
 from jaxmoe.nn.step import Layout, StepBatch
-from jaxmoe.ops.pages import KVPages, fill_pages
-from jaxmoe.ops.rope import cos_sin, inverse_frequencies
+from jaxmoe.ops.pages import Pages, fill_pages
 from jaxmoe.parallel.exchange import ParallelContext
 
 
@@ -28,50 +31,63 @@ class Decoder(nnx.Module):
         if config.dense_layers:
             self.dense = Block(config, layers=config.dense_layers, moe=False)
         self.moe = Block(config, layers=config.moe_layers, moe=True)
+        attention = config.attention
+        indexer = attention.indexer if isinstance(attention, LatentAttentionConfig) else None
+        self.indexer = Indexer(config, ParamFactory(layers=len(indexer.full_layers))) if indexer else None
+        if config.hyper is not None:
+            self.head_hyper = HyperHead(config, param)
         self.norm = RMSNorm(config.embed, "embed", config.norm_eps, param)
         if not config.tied_head:
             self.head = Head(config, param)
+        if config.mtp_layers:
+            self.mtp = MTP(config)
 
     def __call__(
         self,
         batch: StepBatch,
-        pages: KVPages,
+        pages: Pages,
         *,
         layout: Layout,
         parallel: ParallelContext,
         dtype: jnp.dtype,
-    ) -> tuple[Float[Array, "tokens embed"], KVPages, Int32[Array, "moe_layers tokens top_k"]]:
+    ) -> tuple[Float[Array, "tokens embed"], Pages, Int32[Array, "moe_layers tokens top_k"]]:
         """Runs the blocks on this step's new tokens.
 
         Returns:
             The final residual stream before the last norm, the cache with the new keys and values, and the experts
             each token chose in each layer.
         """
-        rope = self.config.attention.rope
+        config = self.config
         # Zeroing comes before any write of this step: a recycled page never shows its former owner's keys.
         pages = fill_pages(pages, batch.zero_pages)
-        tables = cos_sin(jnp.maximum(batch.positions, 0), inverse_frequencies(rope.rotary_dim, rope.theta))
+        tables = rope_tables(config.attention.rope, batch.positions)
         x = self.embed(batch.token_ids, parallel, dtype)
+        if config.hyper is not None:
+            x = jnp.broadcast_to(x[:, None, :], (x.shape[0], config.hyper.streams, x.shape[1]))
+        selected = None if self.indexer is None else self.indexer.no_choice(pages, batch, layout)
+        state = State(x=x, pages=pages, selected=selected)
 
-        def run(
-            block: Block, first_layer: int, x: jax.Array, pages: KVPages
-        ) -> tuple[jax.Array, KVPages, jax.Array | None]:
-            def body(
-                carry: tuple[jax.Array, KVPages], layer: jax.Array
-            ) -> tuple[tuple[jax.Array, KVPages], jax.Array | None]:
-                x, pages, ids = block(
-                    *carry, batch, tables, layer=layer, first_layer=first_layer, layout=layout, parallel=parallel
+        def run(block: Block, first_layer: int, state: State) -> tuple[State, jax.Array | None]:
+            def body(state: State, layer: jax.Array) -> tuple[State, jax.Array | None]:
+                return block(
+                    state,
+                    batch,
+                    tables,
+                    self.indexer,
+                    layer=layer,
+                    first_layer=first_layer,
+                    layout=layout,
+                    parallel=parallel,
                 )
-                return (x, pages), ids
 
-            (x, pages), ids = scan_layers(body, (x, pages), block.layers)
-            return x, pages, ids
+            return scan_layers(body, state, block.layers)
 
-        if self.config.dense_layers:
-            x, pages, _ = run(self.dense, 0, x, pages)
-        x, pages, ids = run(self.moe, self.config.dense_layers, x, pages)
+        if config.dense_layers:
+            state, _ = run(self.dense, 0, state)
+        state, ids = run(self.moe, config.dense_layers, state)
         assert ids is not None, "blocks with experts return the chosen ids"
-        return x, pages, ids
+        hidden = state.x if config.hyper is None else self.head_hyper(state.x)
+        return hidden, state.pages, ids
 
     def logits(self, hidden: Float[Array, "rows embed"], parallel: ParallelContext) -> Float32[Array, "rows vocab"]:
         """Scores of all tokens for the given rows of the final residual stream."""

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxmoe.nn.config import DecoderConfig
 from jaxmoe.nn.param import ParamFactory
 from jaxmoe.ops.linear import linear
-from jaxmoe.parallel.exchange import ParallelContext, columns_to_rows, gather_rows, rank_index, reduce_rows
+from jaxmoe.parallel.exchange import ParallelContext, rank_index
 
 
 class Embedding(nnx.Module):
@@ -23,10 +23,10 @@ class Embedding(nnx.Module):
     ) -> Float[Array, "tokens embed"]:
         """Looks tokens up; ids are in range, checked on the host."""
         table = self.weight[...]
-        ids = gather_rows(token_ids, parallel.vocab_axes) - rank_index(parallel.vocab_axes) * table.shape[0]
+        ids = parallel.gather_rows(token_ids, parallel.vocab_axes) - rank_index(parallel.vocab_axes) * table.shape[0]
         here = (ids >= 0) & (ids < table.shape[0])
         rows = jnp.where(here[:, None], table[jnp.where(here, ids, 0)], jnp.zeros((), table.dtype))
-        return reduce_rows(rows.astype(dtype), parallel.vocab_axes)
+        return parallel.reduce_rows(rows.astype(dtype), parallel.vocab_axes)
 
 
 class Head(nnx.Module):
@@ -41,6 +41,6 @@ def logits(
     hidden: Float[Array, "rows embed"], weight: jax.Array, vocab: int, parallel: ParallelContext
 ) -> Float32[Array, "rows vocab"]:
     """Scores of all tokens for this device's rows, in float32; padded vocabulary rows are cut off."""
-    everyone = gather_rows(hidden, parallel.vocab_axes)
+    everyone = parallel.gather_rows(hidden, parallel.vocab_axes)
     part = linear(everyone.astype(jnp.float32), weight)
-    return columns_to_rows(part, parallel.vocab_axes)[:, :vocab]
+    return parallel.columns_to_rows(part, parallel.vocab_axes)[:, :vocab]

@@ -9,8 +9,8 @@ from jaxmoe.nn.config import DecoderConfig
 from jaxmoe.nn.mlp import SwiGLU
 from jaxmoe.nn.param import ParamFactory
 from jaxmoe.nn.router import Router
-from jaxmoe.ops.experts import experts
-from jaxmoe.parallel.exchange import ParallelContext, gather_rows, rank_index, reduce_rows
+from jaxmoe.ops.experts import Activation, experts
+from jaxmoe.parallel.exchange import ParallelContext, rank_index
 
 
 class MoE(nnx.Module):
@@ -25,11 +25,17 @@ class MoE(nnx.Module):
         """Declares router, experts and the shared expert."""
         moe, embed = config.moe, config.embed
         self.num_experts = moe.router.experts
+        self.activation = Activation(kind=moe.activation, limit=moe.limit)
         self.router = Router(config, param)
         count, width = moe.router.experts, moe.expert_ffn
         self.gate = param((count, width, embed), ("experts", "expert_ffn", "embed"), "experts.gate")
         self.up = param((count, width, embed), ("experts", "expert_ffn", "embed"), "experts.up")
         self.down = param((count, embed, width), ("experts", "embed", "expert_ffn"), "experts.down")
+        self.has_bias = moe.expert_bias
+        if self.has_bias:
+            self.gate_bias = param((count, width), ("experts", "expert_ffn"), "experts.bias")
+            self.up_bias = param((count, width), ("experts", "expert_ffn"), "experts.bias")
+            self.down_bias = param((count, embed), ("experts", "embed"), "experts.bias")
         self.has_shared = moe.shared_ffn > 0
         if self.has_shared:
             self.shared = SwiGLU(embed, moe.shared_ffn, "shared_ffn", "shared", param)
@@ -57,19 +63,21 @@ class MoE(nnx.Module):
         slots = jnp.where(real[:, None], slots, placement.num_slots)
         axes = parallel.expert_axes
         with jax.named_scope("experts"):
-            local = gather_rows(slots, axes) - rank_index(axes) * placement.slots_per_rank
+            local = parallel.gather_rows(slots, axes) - rank_index(axes) * placement.slots_per_rank
             local = jnp.where((local >= 0) & (local < placement.slots_per_rank), local, -1)
             routed = experts(
-                gather_rows(x, axes),
+                parallel.gather_rows(x, axes),
                 local,
-                gather_rows(weights, axes),
+                parallel.gather_rows(weights, axes),
                 self.gate[...],
                 self.up[...],
                 self.down[...],
                 layer=layer,
                 total_experts=self.num_experts,
+                activation=self.activation,
+                biases=(self.gate_bias[...], self.up_bias[...], self.down_bias[...]) if self.has_bias else None,
             )
-            out = reduce_rows(routed, axes)
+            out = parallel.reduce_rows(routed, axes)
         if self.has_shared:
             with jax.named_scope("shared_expert"):
                 out = out + self.shared(x, layer).astype(jnp.float32)

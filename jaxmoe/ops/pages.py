@@ -1,5 +1,11 @@
-"""KVPages: the paged key-value cache of one device, data and scales as one unit."""
+"""The paged cache of one device: named tables of fixed-size pages, data and scales of each as one unit.
 
+Every table has the same pages: page 7 of 'k' and page 7 of 'v' belong to the same tokens. Grouped-query attention has
+tables 'k' and 'v', latent attention 'latent' and 'rope', an indexer 'index' with layers of its own.
+"""
+
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,58 +20,86 @@ NULL_PAGE = 0
 """Page 0 of every pool is never written: unused page-table entries point to it, and reads of it are masked."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "k_scale", "v_scale"], meta_fields=[])
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVPages:
-    """Keys and values of all layers in fixed-size pages.
+class TableSpec:
+    """What one table keeps of a token."""
+
+    name: str
+    layers: int
+    heads: int
+    width: int
+    heads_axis: Literal["kv_heads", "latent"]
+    """'kv_heads' may be split over devices, a 'latent' is shared by all heads and is whole on each."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axis names of the table's scales; the data has one more, never split."""
+        return ("layers", "pages", "page", self.heads_axis)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=[])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One kind of cached vector, all layers.
 
     Invariants:
-        k.shape == v.shape == (layers, pages, page, kv_heads, head_dim)
-        int8:  k_scale.shape == k.shape[:-1], float32, and key ~ k * k_scale[..., None]; v likewise
-        float: k_scale is None and v_scale is None
+        data.shape == (layers, pages, page, heads, width)
+        int8:  scale.shape == data.shape[:-1], float32, and vector ~ data * scale[..., None]
+        float: scale is None
     """
 
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
+    data: Any
+    scale: Any
 
     @property
     def num_pages(self) -> int:
         """Pages of the pool, the null page included."""
-        return self.k.shape[1]
+        return self.data.shape[1]
 
     @property
     def page_size(self) -> int:
         """Token slots of a page."""
-        return self.k.shape[2]
+        return self.data.shape[2]
 
     @property
     def quantized(self) -> bool:
         """Whether data is INT8 with scales."""
-        return self.k_scale is not None
+        return self.scale is not None
 
 
-def abstract_pages(*, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: KVDtype) -> KVPages:
+Pages = dict[str, Table]
+"""The cache: table name -> table."""
+
+
+def abstract_pages(specs: Sequence[TableSpec], *, pages: int, page_size: int, dtype: KVDtype) -> Pages:
     """Shapes and dtypes of a pool; nothing is allocated."""
-    data = jax.ShapeDtypeStruct((layers, pages, page_size, kv_heads, head_dim), jnp.dtype(dtype))
-    scale = jax.ShapeDtypeStruct(data.shape[:-1], jnp.float32) if dtype == "int8" else None
-    return KVPages(k=data, v=data, k_scale=scale, v_scale=scale)
+
+    def table(spec: TableSpec) -> Table:
+        data = jax.ShapeDtypeStruct((spec.layers, pages, page_size, spec.heads, spec.width), jnp.dtype(dtype))
+        scale = jax.ShapeDtypeStruct(data.shape[:-1], jnp.float32) if dtype == "int8" else None
+        return Table(data=data, scale=scale)
+
+    return {spec.name: table(spec) for spec in specs}
 
 
-def fill_pages(pages: KVPages, page_ids: Int32[Array, " count"], data: int = 0, scale: float = 0.0) -> KVPages:
-    """Overwrites whole pages in all layers; ids equal to `num_pages` are padding and touch nothing.
+def pages_bytes(pages: Pages) -> int:
+    """Bytes of an abstract or real pool, scales included."""
+    return sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in jax.tree.leaves(pages))
+
+
+def fill_pages(pages: Pages, page_ids: Int32[Array, " count"], data: int = 0, scale: float = 0.0) -> Pages:
+    """Overwrites whole pages in all layers of all tables; ids equal to `num_pages` are padding and touch nothing.
 
     The step zeroes freshly allocated pages with it before any write; debug mode poisons free pages with it.
     """
 
-    def fill(array: jax.Array | None, value: int | float) -> jax.Array | None:
-        return None if array is None else array.at[:, page_ids].set(jnp.asarray(value, array.dtype), mode="drop")
+    def fill(array: jax.Array, value: int | float) -> jax.Array:
+        return array.at[:, page_ids].set(jnp.asarray(value, array.dtype), mode="drop")
 
-    value = data if pages.quantized else scale
-    return KVPages(
-        k=fill(pages.k, value),
-        v=fill(pages.v, value),
-        k_scale=fill(pages.k_scale, scale),
-        v_scale=fill(pages.v_scale, scale),
-    )
+    return {
+        name: Table(
+            data=fill(table.data, data if table.quantized else scale),
+            scale=fill(table.scale, scale) if table.quantized else None,
+        )
+        for name, table in pages.items()
+    }

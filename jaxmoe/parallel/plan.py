@@ -7,20 +7,21 @@ from pathlib import Path
 
 from jax.sharding import PartitionSpec
 
-from jaxmoe.axes import AXES, RULED_AXES
+from jaxmoe.axes import RULE_OF_AXIS, RULES
 from jaxmoe.decode import decode, read_toml
 from jaxmoe.errors import PlanError
 
-_SPLITTABLE_WEIGHT_AXES = frozenset({"experts", "vocab"})
+_PADDED_AXES = frozenset({"experts", "vocab"})
+_REQUIRED = ("tokens", "pages", "experts", "vocab")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A mesh and one rule per ruled axis.
+    """A mesh and one entry per rule of `axes.RULES`.
 
-    Invariants (checked on construction): every rule names a known axis and known mesh axes, every ruled axis has a
-    rule, `tokens` and `pages` are split alike over all mesh axes (no device repeats another's attention), and
-    `experts` and `vocab` are split over a subset of them.
+    Invariants (checked on construction): every entry is a known rule with known mesh axes in the mesh's order, `tokens`
+    and `pages` are split alike, and every mesh axis splits either them or `heads` and not both (no device repeats
+    another's attention). `experts` and `vocab` may be split over any of them; `heads` may be left out.
     """
 
     mesh: Mapping[str, int]
@@ -38,15 +39,13 @@ class Plan:
         Raises:
             PlanError: one does not hold.
         """
-        unknown = sorted(set(self.rules) - set(AXES))
+        unknown = sorted(set(self.rules) - set(RULES))
         if unknown:
-            raise PlanError(f"{self.source}: rule for unknown axis {', '.join(unknown)}; known: {', '.join(AXES)}")
-        unruled = sorted(set(self.rules) - RULED_AXES)
-        if unruled:
-            raise PlanError(f"{self.source}: axis {', '.join(unruled)} cannot be split by this version")
-        missing = sorted(RULED_AXES - set(self.rules))
+            raise PlanError(f"{self.source}: rule for unknown axis {', '.join(unknown)}; known: {', '.join(RULES)}")
+        missing = [name for name in _REQUIRED if name not in self.rules]
         if missing:
             raise PlanError(f"{self.source}: no rule for axis {', '.join(missing)}; write [] for replicated")
+        order = list(self.mesh)
         for axis, mesh_axes in self.rules.items():
             wrong = [name for name in mesh_axes if name not in self.mesh]
             if wrong or len(set(mesh_axes)) != len(mesh_axes):
@@ -54,13 +53,19 @@ class Plan:
                     f"{self.source}: rule {axis} = {list(mesh_axes)} does not fit the mesh {dict(self.mesh)}: each "
                     "mesh axis may appear once and must exist"
                 )
+            if list(mesh_axes) != sorted(mesh_axes, key=order.index):
+                raise PlanError(
+                    f"{self.source}: rule {axis} = {list(mesh_axes)} must name mesh axes in the mesh's order {order}"
+                )
         for name, size in self.mesh.items():
             if size < 1:
                 raise PlanError(f"{self.source}: mesh axis {name} has size {size}; sizes start at 1")
-        if set(self.rules["tokens"]) != set(self.mesh) or self.rules["pages"] != self.rules["tokens"]:
+        tokens, heads = self.rules["tokens"], self.rules.get("heads", ())
+        if {*tokens, *heads} != set(self.mesh) or set(tokens) & set(heads) or self.rules["pages"] != tokens:
             raise PlanError(
-                f"{self.source}: tokens = {list(self.rules['tokens'])} and pages = {list(self.rules['pages'])} must "
-                f"both be split over all mesh axes {list(self.mesh)}: otherwise attention work would be repeated"
+                f"{self.source}: tokens = {list(tokens)} and pages = {list(self.rules['pages'])} must be equal, and "
+                f"every mesh axis of {order} must split either them or heads = {list(heads)}: otherwise attention work "
+                "would be repeated"
             )
         if self.scalable and self.scalable not in self.mesh:
             raise PlanError(f"{self.source}: scalable = {self.scalable!r} is not a mesh axis of {dict(self.mesh)}")
@@ -72,7 +77,11 @@ class Plan:
 
     def ways(self, axis: str) -> int:
         """Number of parts that `axis` is split into (1: replicated)."""
-        return math.prod(self.mesh[name] for name in self.rules.get(axis, ()))
+        return math.prod(self.mesh[name] for name in self.mesh_axes(axis))
+
+    def mesh_axes(self, axis: str) -> tuple[str, ...]:
+        """Mesh axes that split `axis`, outermost first."""
+        return tuple(self.rules.get(RULE_OF_AXIS.get(axis, ""), ()))
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
         """How an array with these axis names is split.
@@ -83,7 +92,7 @@ class Plan:
         parts: list[tuple[str, ...] | None] = []
         used: dict[str, str] = {}
         for axis in axes:
-            mesh_axes = self.rules.get(axis, ())
+            mesh_axes = self.mesh_axes(axis)
             for name in mesh_axes:
                 if name in used:
                     raise PlanError(
@@ -95,9 +104,20 @@ class Plan:
         return PartitionSpec(*parts)
 
     def physical_shape(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The shape in memory: split weight axes are padded to equal parts (uneven experts and vocabularies)."""
+        """The shape in memory: experts and vocabulary are padded to equal parts.
+
+        Raises:
+            PlanError: another axis does not divide into equal parts; both numbers are named.
+        """
+        for size, axis in zip(shape, axes, strict=True):
+            if axis not in _PADDED_AXES and size % self.ways(axis):
+                raise PlanError(
+                    f"{self.source}: axis {axis} of size {size} cannot be split {self.ways(axis)} ways "
+                    f"(mesh {dict(self.mesh)}, rule {RULE_OF_AXIS[axis]} = {list(self.mesh_axes(axis))}); "
+                    "choose a divisor"
+                )
         return tuple(
-            -(-size // self.ways(axis)) * self.ways(axis) if axis in _SPLITTABLE_WEIGHT_AXES else size
+            -(-size // self.ways(axis)) * self.ways(axis) if axis in _PADDED_AXES else size
             for size, axis in zip(shape, axes, strict=True)
         )
 

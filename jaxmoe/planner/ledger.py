@@ -5,7 +5,6 @@ Bytes are of one device; on emulated devices, which share one host and one copy 
 adds them up.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,9 +15,14 @@ import numpy as np
 from jaxmoe.errors import MemoryPlanError
 from jaxmoe.models.leaves import Leaf, Schemes, model_leaves
 from jaxmoe.models.manifest import Manifest
+from jaxmoe.nn.cache import cache_tables
+from jaxmoe.nn.config import AttentionConfig, DecoderConfig
 from jaxmoe.nn.step import Layout
+from jaxmoe.ops.attention.blocks import BLOCK_KEYS
 from jaxmoe.ops.experts.xla import tile_rows
-from jaxmoe.ops.pages import KVDtype, KVPages, abstract_pages
+from jaxmoe.ops.latent_attention import choose_form
+from jaxmoe.ops.latent_attention.xla import BLOCK_SELECTED, TILE_QUERIES
+from jaxmoe.ops.pages import KVDtype, TableSpec, abstract_pages, pages_bytes
 from jaxmoe.parallel.plan import Plan
 
 Kind = Literal["weights", "pages", "workspace", "reserve"]
@@ -32,7 +36,10 @@ _OWNERS = {
     "ffn": "dense feed-forward",
     "router": "router",
     "norm": "norms",
+    "indexer": "indexer",
+    "hyper": "hyper-connections",
 }
+_MTP = "multi-token prediction"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,40 +99,43 @@ def weight_items(leaves: Iterable[Leaf], plan: Plan, label: str = "") -> list[It
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     for leaf in leaves:
-        owner = _OWNERS[leaf.entry.role.split(".")[0]] + (" scales" if leaf.part == "scale" else "")
+        kind = _MTP if leaf.entry.path.startswith("mtp.") else _OWNERS[leaf.entry.role.split(".")[0]]
+        owner = kind + (" scales" if leaf.part == "scale" else "")
         device[owner] = device.get(owner, 0) + leaf.shard_bytes(plan)
-        host[owner] = host.get(owner, 0) + math.prod(leaf.shape) * leaf.dtype.itemsize
+        host[owner] = host.get(owner, 0) + leaf.nbytes
     return [
         Item(owner=label + owner, kind="weights", device_bytes=device[owner], host_bytes=host[owner])
         for owner in device
     ]
 
 
-def page_bytes(pages: KVPages) -> int:
-    """Bytes of an abstract or real pool, scales included."""
-    arrays = [array for array in (pages.k, pages.v, pages.k_scale, pages.v_scale) if array is not None]
-    return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
+def kv_token_bytes(manifest: Manifest, kv_cache: KVDtype, plan: Plan | None = None) -> int:
+    """Bytes of one token in all tables of the cache, scales included; of one device where a plan splits heads."""
+    tables = [
+        TableSpec(
+            name=table.name,
+            layers=table.layers,
+            heads=table.heads // (1 if plan is None else plan.ways(table.heads_axis)),
+            width=table.width,
+            heads_axis=table.heads_axis,
+        )
+        for table in cache_tables(manifest.config)
+    ]
+    return pages_bytes(abstract_pages(tables, pages=1, page_size=1, dtype=kv_cache))
 
 
-def kv_token_bytes(manifest: Manifest, kv_cache: KVDtype) -> int:
-    """Bytes of one token's keys and values in all layers, scales included."""
-    attention = manifest.config.attention
-    one = abstract_pages(
-        layers=manifest.config.layers,
-        pages=1,
-        page_size=1,
-        kv_heads=attention.kv_heads,
-        head_dim=attention.head_dim,
-        dtype=kv_cache,
-    )
-    return page_bytes(one)
-
-
-def workspace_bytes(manifest: Manifest, plan: Plan, layout: Layout, itemsize: int) -> int:
+def workspace_bytes(manifest: Manifest, plan: Plan, layout: Layout, itemsize: int, table_tokens: int = 0) -> int:
     """Largest temporary memory of one device during a step of this layout.
 
     The step's widest points are the expert layer (gathered rows, the tile buffer, the combine), one attention block,
-    and the logits (vocabulary part of all rows, then all columns of the own rows).
+    the index scores, and the logits (vocabulary part of all rows, then all columns of the own rows).
+
+    Args:
+        manifest: the model.
+        plan: how it is split.
+        layout: shape of the step on one device.
+        itemsize: bytes of an activation.
+        table_tokens: tokens that a page table row can hold; sizes the index scores.
     """
     config = manifest.config
     tokens, ranks = layout.tokens, plan.ways("experts")
@@ -135,15 +145,35 @@ def workspace_bytes(manifest: Manifest, plan: Plan, layout: Layout, itemsize: in
     tile = tile_rows(gathered, router.top_k, router.experts)
     tile_buffer = (gathered * min(router.top_k, slots) // tile + slots) * tile
     experts = (tile_buffer + 2 * gathered) * config.embed * 4 + gathered * config.embed * itemsize
-    heads = config.attention.heads
-    block = 256
-    attention = (
-        layout.rows * (2 * layout.chunk * heads * block + 4 * layout.chunk * heads * config.attention.head_dim) * 4
-    )
     vocab_part = -(-config.vocab // plan.ways("vocab"))
     logits = layout.logit_rows * plan.ways("vocab") * vocab_part * 4 * 3
-    residual = 2 * tokens * config.embed * itemsize
+    streams = 1 if config.hyper is None else config.hyper.streams
+    residual = 2 * tokens * config.embed * streams * itemsize
+    attention = _attention_bytes(config, plan, layout, table_tokens)
     return residual + max(experts, attention, logits)
+
+
+def _attention_bytes(config: DecoderConfig, plan: Plan, layout: Layout, table_tokens: int) -> int:
+    """Scores and probabilities of one block of keys, queries and sums, and what the block's keys are widened to."""
+    attention, tokens = config.attention, layout.tokens
+    heads = attention.heads // plan.ways("q_heads")
+    if isinstance(attention, AttentionConfig):
+        return (2 * tokens * heads * BLOCK_KEYS + 4 * tokens * heads * attention.head_dim) * 4
+    lora, nope, value = attention.kv_lora, attention.nope_dim, attention.v_dim
+    width = lora + attention.rope_dim
+    indexer = attention.indexer
+    if indexer is None or table_tokens <= indexer.top_k:
+        if choose_form(layout.chunk, lora, nope, value) == "expanded":
+            keys = layout.rows * BLOCK_KEYS * heads * (nope + attention.rope_dim + value)
+            queries = 4 * tokens * heads * max(value, nope + attention.rope_dim)
+        else:
+            keys, queries = layout.rows * BLOCK_KEYS * (width + lora), 4 * tokens * heads * width
+        return (keys + queries + 2 * tokens * heads * BLOCK_KEYS) * 4
+    tile = min(TILE_QUERIES, tokens)
+    gathered = tile * BLOCK_SELECTED * (width + lora) + 2 * tile * heads * BLOCK_SELECTED
+    # Scores of all keys that fit, then their sorted copy with its order; per head only one block at a time.
+    index = 3 * tokens * table_tokens + 2 * tokens * indexer.heads * BLOCK_KEYS
+    return (max(gathered + 3 * tokens * heads * width, index) + tokens * indexer.top_k) * 4
 
 
 def serve_items(
@@ -156,6 +186,7 @@ def serve_items(
     page_size: int,
     pages: int,
     layouts: Sequence[Layout],
+    table_tokens: int = 0,
     label: str = "",
 ) -> list[Item]:
     """Lines of one model with its pages; workspace is that of the largest layout.
@@ -169,12 +200,13 @@ def serve_items(
         page_size: tokens of a page.
         pages: pages of each device.
         layouts: shapes of steps.
+        table_tokens: tokens that a page table row can hold.
         label: put before each owner.
     """
     itemsize = np.dtype("float32").itemsize if dtype == "float32" else 2
     leaves = model_leaves(manifest, schemes, plan, _numpy_dtype(dtype))
-    pool = pages * page_size * kv_token_bytes(manifest, kv_cache)
-    work = max(workspace_bytes(manifest, plan, layout, itemsize) for layout in layouts)
+    pool = pages * page_size * kv_token_bytes(manifest, kv_cache, plan)
+    work = max(workspace_bytes(manifest, plan, layout, itemsize, table_tokens) for layout in layouts)
     return [
         *weight_items(leaves, plan, label),
         Item(

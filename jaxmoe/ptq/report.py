@@ -13,6 +13,7 @@ import jaxmoe
 from jaxmoe.errors import WeightsError
 from jaxmoe.ptq.recipe import Recipe
 from jaxmoe.quant.scheme import Scheme
+from jaxmoe.weights.formats import method_name
 from jaxmoe.weights.load import ModelFiles
 
 
@@ -30,15 +31,24 @@ class TensorReport:
 
     @classmethod
     def checked(
-        cls, *, name: str, role: str, scheme: Scheme, signal: float, noise: float, zero_groups: int
+        cls, *, name: str, source: str, role: str, scheme: Scheme, signal: float, noise: float, zero_groups: int
     ) -> "TensorReport":
         """From sums of squares.
+
+        Args:
+            name: of the tensor that is written; an expert of a tensor of several has its number in brackets.
+            source: of the tensor that was read, for messages.
+            role: what it does.
+            scheme: how it is stored.
+            signal: sum of squares of the weights.
+            noise: sum of squares of their errors.
+            zero_groups: groups that are all zero on the grid.
 
         Raises:
             WeightsError: the source tensor holds a NaN or an infinity.
         """
         if not (math.isfinite(signal) and math.isfinite(noise)):
-            raise WeightsError(f"{name}: the source holds NaN or infinite values; it cannot be quantised")
+            raise WeightsError(f"{source}: the source holds NaN or infinite values; it cannot be quantised")
         sqnr = 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
         return cls(name=name, role=role, scheme=scheme.name, sqnr_db=sqnr, zero_groups=zero_groups)
 
@@ -53,7 +63,12 @@ def build_report(
         "jaxmoe": jaxmoe.__version__,
         "jax": jax.__version__,
         "recipe": asdict(recipe),
-        "source": {"config_sha256": _sha256(source), "bytes": source_bytes, "tensors": len(source.checkpoint.tensors)},
+        "source": {
+            "format": method_name(source.quantization),
+            "config_sha256": _sha256(source),
+            "bytes": source_bytes,
+            "tensors": len(source.checkpoint.tensors),
+        },
         "result_bytes": result_bytes,
         "sqnr_db": {
             "mean": float(np.mean(ratios)) if ratios else None,

@@ -1,23 +1,35 @@
 """A quantisation scheme and its name, such as 'w8a8-g128'."""
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
+
+import numpy as np
 
 from jaxmoe.errors import RecipeError
 
-_NAME = re.compile(r"w8a(8|16)-(?:g(\d+)|channel)\Z")
+GROUPS: Final = (32, 64, 128, 256)
+"""Group sizes that a name may have."""
+
+Bits = Literal[4, 8]
+"""Width of a stored weight."""
+
+_NAME = re.compile(r"w([48])a(8|16)-(?:g(\d+)|channel)\Z")
+_INT8, _PAIRS = np.dtype(np.int8), np.dtype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
     """How a weight [..., out, in] and the activations that meet it are stored and multiplied.
 
-    Invariants (checked on construction): `weight_bits == 8`; `activation_bits` is 8 or 16; `group is None` (one scale
-    per output channel) or `group >= 1`.
+    Invariants (checked on construction): `weight_bits` is 4 or 8; `activation_bits` is 8 or 16; with 8 bits
+    `group is None` (one scale per output channel) or `group >= 1`, with 4 bits `group` is one of `GROUPS`.
     """
 
-    weight_bits: Literal[8] = 8
+    weight_bits: Bits = 8
+    """8: an INT8 number an element. 4: two elements in a byte, see quant.int4."""
     activation_bits: Literal[8, 16] = 8
     """8: activations are quantised per token to INT8 and the product accumulates in INT32. 16: activations stay float
     and the weight is dequantised before a float product (weight-only)."""
@@ -30,10 +42,19 @@ class Scheme:
         Raises:
             RecipeError: one does not hold.
         """
-        if self.weight_bits != 8 or self.activation_bits not in (8, 16) or (self.group is not None and self.group < 1):
+        if (
+            self.weight_bits not in (4, 8)
+            or self.activation_bits not in (8, 16)
+            or (self.group is not None and self.group < 1)
+        ):
             raise RecipeError(
                 f"no scheme has weight_bits={self.weight_bits}, activation_bits={self.activation_bits}, "
-                f"group={self.group}: weights have 8 bits, activations 8 or 16, a group at least one element"
+                f"group={self.group}: weights have 4 or 8 bits, activations 8 or 16, a group at least one element"
+            )
+        if self.weight_bits == 4 and self.group not in GROUPS:
+            raise RecipeError(
+                f"no scheme has weight_bits=4 with group={self.group}: 15 steps are too few for a whole row, so that "
+                f"4-bit weights have one scale per {_listed(GROUPS)} inputs"
             )
 
     @property
@@ -50,20 +71,63 @@ class Scheme:
         """Scales per output row: `ceil(in_size / group)`."""
         return -(-in_size // self.group_size(in_size))
 
+    @property
+    def values_dtype(self) -> np.dtype:
+        """Dtype of the stored integers: int8, or uint8 where one holds two of them."""
+        return _INT8 if self.weight_bits == 8 else _PAIRS
+
+    def values_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the stored integers of a weight [..., out, in], in elements of `values_dtype`.
+
+        Raises:
+            RecipeError: 4-bit values of an odd input axis, which do not fill their bytes.
+        """
+        if self.weight_bits == 8:
+            return tuple(shape)
+        if shape[-1] % 2:
+            raise RecipeError(
+                f"a weight of shape {tuple(shape)} cannot be stored as {self.name}: 4-bit values are stored in pairs "
+                f"and its input axis of {shape[-1]} is odd; choose a scheme with 8-bit weights"
+            )
+        return (*shape[:-1], shape[-1] // 2)
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the float32 scales of a weight [..., out, in]."""
+        return (*shape[:-1], self.num_groups(shape[-1]))
+
+    def stored_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a weight [..., out, in], integers and scales, on disk and in memory.
+
+        Raises:
+            RecipeError: see `values_shape`.
+        """
+        return math.prod(self.values_shape(shape)) + 4 * math.prod(self.scales_shape(shape))
+
 
 def parse_scheme(text: str) -> Scheme:
     """The scheme with the name `text`.
 
     Raises:
-        RecipeError: the text is no scheme, or its group size is not one of 32, 64, 128, 256.
+        RecipeError: the text is no scheme, its group size is not one of 32, 64, 128, 256, or it has 4-bit weights with
+            one scale a row.
     """
     match = _NAME.match(text)
     if match is None:
         raise RecipeError(
             f"unknown scheme {text!r}: use w8a8-g128 (INT8 weights, one scale per 128 inputs, INT8 activations per "
-            "token), w8a16-g128 (weight only) or w8a8-channel; groups of 32, 64, 128 and 256 are allowed"
+            "token), w4a8-g128 (4-bit weights), w8a16-g128 or w4a16-g128 (weight only), or w8a8-channel; groups of 32, "
+            "64, 128 and 256 are allowed"
         )
-    if match[2] not in (None, "32", "64", "128", "256"):
-        raise RecipeError(f"scheme {text!r}: a group of {match[2]} is not one of 32, 64, 128, 256")
-    group = None if match[2] is None else int(match[2])
-    return Scheme(activation_bits=8 if match[1] == "8" else 16, group=group)
+    if match[3] not in (None, *map(str, GROUPS)):
+        raise RecipeError(f"scheme {text!r}: a group of {match[3]} is not one of {_listed(GROUPS, ', ')}")
+    group = None if match[3] is None else int(match[3])
+    try:
+        return Scheme(
+            weight_bits=4 if match[1] == "4" else 8, activation_bits=8 if match[2] == "8" else 16, group=group
+        )
+    except RecipeError as error:
+        raise RecipeError(f"scheme {text!r}: {error}") from error
+
+
+def _listed(values: Sequence[int], last: str = " or ") -> str:
+    return f"{', '.join(map(str, values[:-1]))}{last}{values[-1]}"

@@ -17,6 +17,8 @@ from jaxmoe.errors import WeightsError
 from jaxmoe.weights.header import FileHeader, TensorMeta, joined, quoted, scan_file, strict_json
 
 INDEX_SUFFIX = ".safetensors.index.json"
+_SINGLE_FILES = ("model.safetensors", "quant_model_weights.safetensors")
+"""Names of an only file without an index: transformers' and msModelSlim's."""
 
 _MAX_LISTED_FILES = 200
 _MAX_LISTED_PER_FILE = 3
@@ -78,7 +80,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
     Args:
         folder: Holds model.safetensors.index.json (or one other *.safetensors.index.json) and the shards that it names,
-            or model.safetensors alone.
+            or one file alone, model.safetensors or quant_model_weights.safetensors.
 
     Raises:
         WeightsError: With every problem found: files that are missing, truncated, not fully covered or not safetensors;
@@ -125,8 +127,8 @@ def _find_index(folder: Path) -> Path | None:
 
 
 def _single_file(folder: Path, present: Sequence[Path]) -> Path:
-    file = folder / "model.safetensors"
-    if file in present:
+    file = next((folder / name for name in _SINGLE_FILES if folder / name in present), None)
+    if file is not None:
         return file
     if not present:
         raise WeightsError(f"no weights in {folder}: no *{INDEX_SUFFIX} and no .safetensors file")

@@ -83,6 +83,8 @@ class CheckpointWriter:
         ]
         self._plan_of = {name: plan for plan in self._plans for name in plan.offsets_bytes}
         self._unwritten = {plan.file_name: set(plan.offsets_bytes) for plan in self._plans}
+        self._written_rows: dict[str, int] = {}
+        self._begun: set[str] = set()
         self._closed = False
         _claim_folder(folder)
 
@@ -109,27 +111,74 @@ class CheckpointWriter:
         Raises:
             WeightsError: An undeclared name, a second write, another dtype or shape than declared, or a failing disk.
         """
+        spec = self._claim(name)
+        if array.dtype != spec.dtype or array.shape != spec.shape or name in self._written_rows:
+            raise WeightsError(
+                f"tensor {quoted(name)} was declared as {spec.dtype}{list(spec.shape)}, "
+                f"written as {array.dtype}{list(array.shape)}"
+                + (f" after {self._written_rows[name]} rows" if name in self._written_rows else "")
+            )
+        self._write(name, 0, array)
+        self._complete(name)
+
+    def write_rows(self, name: str, start: int, rows: np.ndarray) -> None:
+        """Writes some rows (the first axis) of a declared tensor; they come in order, and the last ones complete it.
+
+        Args:
+            name: A declared tensor with at least one axis.
+            start: The first row, which is the number of rows written before.
+            rows: At least one row.
+
+        Raises:
+            WeightsError: See `write`; or rows that are not the next ones.
+        """
+        spec = self._claim(name)
+        done = self._written_rows.get(name, 0)
+        stop = start + len(rows)
+        if (
+            rows.dtype != spec.dtype
+            or rows.shape[1:] != spec.shape[1:]
+            or start != done
+            or not start < stop <= spec.shape[0]
+        ):
+            raise WeightsError(
+                f"tensor {quoted(name)} was declared as {spec.dtype}{list(spec.shape)}, of which {done} rows are "
+                f"written; rows {start} to {stop} came as {rows.dtype}{list(rows.shape)}"
+            )
+        self._write(name, start * (spec.nbytes // spec.shape[0]), rows)
+        self._written_rows[name] = stop
+        if stop == spec.shape[0]:
+            self._complete(name)
+
+    def _claim(self, name: str) -> TensorSpec:
+        """The spec of a tensor that may be written now."""
         spec = self._specs.get(name)
         if self._closed:
             raise WeightsError(f"cannot write tensor {quoted(name)}: the writer of {self._folder} is closed")
         if spec is None:
             raise WeightsError(f"tensor {quoted(name)} was not declared among the {len(self._specs)} tensors to write")
         plan = self._plan_of[name]
-        unwritten = self._unwritten[plan.file_name]
-        if name not in unwritten:
+        if name not in self._unwritten[plan.file_name]:
             raise WeightsError(f"tensor {quoted(name)} was already written to {plan.file_name}")
-        if array.dtype != spec.dtype or array.shape != spec.shape:
-            raise WeightsError(
-                f"tensor {quoted(name)} was declared as {spec.dtype}{list(spec.shape)}, "
-                f"written as {array.dtype}{list(array.shape)}"
-            )
+        return spec
+
+    def _write(self, name: str, offset_bytes: int, array: np.ndarray) -> None:
+        plan = self._plan_of[name]
         try:
-            temporary = self._temporary(plan)
-            if len(unwritten) == len(plan.offsets_bytes):
-                temporary.write_bytes(plan.head)
-            _write_at(temporary, plan.offsets_bytes[name], array)
+            if plan.file_name not in self._begun:
+                self._temporary(plan).write_bytes(plan.head)
+                self._begun.add(plan.file_name)
+            _write_at(self._temporary(plan), plan.offsets_bytes[name] + offset_bytes, array)
+        except OSError as error:
+            raise WeightsError(f"cannot write tensor {quoted(name)} to {self._folder}: {error}") from error
+
+    def _complete(self, name: str) -> None:
+        """Counts a tensor as written; its shard too, if it was the last."""
+        plan = self._plan_of[name]
+        unwritten = self._unwritten[plan.file_name]
+        try:
             if unwritten == {name}:
-                _publish(temporary, self._folder / plan.file_name)
+                _publish(self._temporary(plan), self._folder / plan.file_name)
         except OSError as error:
             raise WeightsError(f"cannot write tensor {quoted(name)} to {self._folder}: {error}") from error
         unwritten.remove(name)

@@ -51,8 +51,12 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 def test_missing_folder(capsys: Capture, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
-    refused_by_readers(capsys, f"{absent} is not a folder", absent, tmp_path / "out")
-    refused(capsys, f"{absent} is no folder, no config.json and no preset", "plan", absent)
+    refused(capsys, f"{absent} is not a folder", "quantize", absent, tmp_path / "out")
+    refused(capsys, f"{absent} is not a folder", "generate", absent, *READERS["generate"])
+    refused(capsys, f"{absent} is not a folder", "eval", absent, *READERS["eval"])
+    neither = f"{absent} is no folder, no config.json and no preset"
+    refused(capsys, neither, "quantize", absent, tmp_path / "out", "--dry-run")
+    refused(capsys, neither, "plan", absent)
 
 
 def test_folder_without_config(capsys: Capture, tmp_path: Path) -> None:
@@ -74,7 +78,7 @@ def test_truncated_shard(capsys: Capture, own: Path, tmp_path: Path) -> None:
 
 def test_unknown_model_type(capsys: Capture, own: Path, tmp_path: Path) -> None:
     change_config(own, model_type="gpt2")
-    message = "model_type 'gpt2' is not supported; supported: glm4_moe"
+    message = "model_type 'gpt2' is not supported; supported: deepseek_v2"
     refused_by_readers(capsys, message, own, tmp_path / "out")
     refused(capsys, message, "plan", own)
 
@@ -185,6 +189,6 @@ def test_evaluation_text(capsys: Capture, tmp_path: Path) -> None:
 
 def test_gates_without_the_kind(capsys: Capture, tmp_path: Path) -> None:
     gates = tmp_path / "gates.toml"
-    gates.write_text("[w8a8]\nmax_perplexity_increase = 1\n", encoding="utf-8")
+    gates.write_text("[w8a8]\nmax_perplexity_increase = 1\nmax_range_increase = 1\n", encoding="utf-8")
     arguments = (folders.model(), *READERS["eval"], *short_text(), "--gates", gates)
     refused(capsys, rf"{gates} has no gate \[float\]", "eval", *arguments)

@@ -66,9 +66,20 @@ def test_plan_and_memory(capsys: Capture) -> None:
 
 @pytest.mark.skipif(not PRESETS, reason="no presets are shipped")
 def test_plan_of_presets(capsys: Capture) -> None:
-    for name in PRESETS:
+    assert {"hy4-preview", "deepseek-v3", "kimi-k2", "gpt-oss-120b"} <= set(PRESETS)
+    for name in ("hy4-preview", "gpt-oss-120b", "hy_v4_tiny"):
         outcome = jaxmoe(capsys, "plan", name, "--recipe", "w8a8-g128", "--devices", 8)
         assert outcome.code == 0 and "routed experts scales" in outcome.out, (name, outcome.err)
+
+
+def test_presets_without_weights(capsys: Capture, tmp_path: Path) -> None:
+    """A dry run needs no weights; what needs them says so."""
+    dry = jaxmoe(capsys, "quantize", "hy4-preview", tmp_path / "out", "--recipe", "w4a8-experts", "--dry-run")
+    assert (dry.code, dry.err) == (0, "")
+    assert "w4a8-g128" in dry.out and "1453.08 GiB" in dry.out and not (tmp_path / "out").exists()
+    for command in (("quantize", "hy4-preview", tmp_path / "out"), ("generate", "hy4-preview", "-p", "x")):
+        outcome = jaxmoe(capsys, *command)
+        assert outcome.code == 2 and "hy4-preview is a preset, a config without weights" in outcome.err
 
 
 def test_generate(capsys: Capture) -> None:
@@ -90,7 +101,7 @@ def text() -> Path:
 def test_eval_against_a_baseline(capsys: Capture, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = ("--text", text, "--windows", 2, "--window-tokens", 32, "--chunk", 16, "--no-compile-cache")
     gates, report = tmp_path / "gates.toml", tmp_path / "result.json"
-    gates.write_text("[w8a8]\nmax_perplexity_increase = 1.0\n", encoding="utf-8")
+    gates.write_text("[w8a8]\nmax_perplexity_increase = 1.0\nmax_range_increase = 1.0\n", encoding="utf-8")
     arguments = (folders.quantized(), "--baseline", folders.model(), *cut, "--gates", gates, "--json", report)
     kept: list[Evaluator] = []
     build = setup.build_evaluator
@@ -111,7 +122,7 @@ def test_eval_against_a_baseline(capsys: Capture, text: Path, tmp_path: Path, mo
     assert data["overall"]["perplexity"] > 1 and data["overall"]["baseline_perplexity"] > 1
     assert 0 <= data["overall"]["kl"] < 1 and 0.5 < data["router_agreement"] <= 1
     assert [(part["start"], part["stop"]) for part in data["ranges"]] == [(0, 512)]
-    gates.write_text("[w8a8]\nmax_perplexity_increase = -0.9\n", encoding="utf-8")
+    gates.write_text("[w8a8]\nmax_perplexity_increase = -0.9\nmax_range_increase = -0.9\n", encoding="utf-8")
     failed = jaxmoe(capsys, "eval", *arguments)
     assert (failed.code, failed.err) == (1, "")
     assert "gate w8a8 failed: overall: perplexity" in failed.out and "the limit is -90.00%" in failed.out

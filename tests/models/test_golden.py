@@ -13,6 +13,8 @@ from tests.tolerances import TOLERANCES
 
 FAMILIES = tuple(tiny.CONFIGS)
 SINGLE_TOKENS = (20, *(1,) * 17)
+QUICK = ("glm4_moe", "hunyuan_v1_moe", "hy_v4")
+"""Families that the default run spreads over eight devices; the others are marked slow."""
 
 
 @cache
@@ -20,8 +22,14 @@ def logits(family: str, **settings: Any) -> np.ndarray:
     return run_logits(tiny_folder(family), tiny.token_ids(), **settings)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "devices"),
+    [
+        pytest.param(family, devices, marks=pytest.mark.slow if devices > 1 and family not in QUICK else [])
+        for family in FAMILIES
+        for devices in (1, 8)
+    ],
+)
 def test_logits_equal_transformers(family: str, devices: int) -> None:
     ours = summary(logits(family, devices=devices), tiny.token_ids())
     with np.load(path(family)) as golden:
@@ -43,7 +51,8 @@ def test_chunks_do_not_matter(family: str, chunks: tuple[int, ...], kv_cache: st
     """Keys and values are stored before they are read, so that INT8 storage obeys the same rule as float32."""
     whole = logits(family, kv_cache=kv_cache)
     parts = logits(family, kv_cache=kv_cache, chunks=chunks)
-    np.testing.assert_allclose(parts, whole, rtol=0, atol=TOLERANCES["same_logits"].value)
+    unit = max(1.0, float(whole.std()))
+    np.testing.assert_allclose(parts, whole, rtol=0, atol=TOLERANCES["same_logits"].value * unit)
     np.testing.assert_array_equal(parts.argmax(-1), whole.argmax(-1))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxmoe.errors import UnsupportedError
-from jaxmoe.ops import attention, experts, kv_write, linear
+from jaxmoe.ops import attention, experts, index_select, kv_write, latent_attention, linear
 from jaxmoe.ops.dispatch import Impl, choose
 from jaxmoe.ops.report import operator_report
 
@@ -70,7 +70,11 @@ def test_packing_is_the_identity_unless_said_otherwise() -> None:
     assert PLAIN.pack(weight) is weight
 
 
-@pytest.mark.parametrize("operator", [linear, experts, attention, kv_write], ids=lambda o: o.__name__.split(".")[-1])
+@pytest.mark.parametrize(
+    "operator",
+    [linear, experts, attention, latent_attention, index_select, kv_write],
+    ids=lambda o: o.__name__.split(".")[-1],
+)
 def test_tables_have_distinct_names_and_end_with_the_portable_default(operator: Any) -> None:
     names = [entry.name for entry in operator.IMPLS]
     assert len(set(names)) == len(names)
@@ -78,4 +82,5 @@ def test_tables_have_distinct_names_and_end_with_the_portable_default(operator: 
 
 
 def test_the_report_has_one_line_an_operator() -> None:
-    assert [line.split(":")[0] for line in operator_report()] == ["linear", "experts", "attention", "kv_write"]
+    operators = ["linear", "experts", "attention", "latent_attention", "index_select", "kv_write"]
+    assert [line.split(":")[0] for line in operator_report()] == operators

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,13 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from jaxmoe.errors import UnsupportedError
+from jaxmoe.errors import ConfigError, UnsupportedError
 from jaxmoe.ops import experts as op
 from jaxmoe.ops.dispatch import choose
-from jaxmoe.ops.experts import experts, reference
+from jaxmoe.ops.experts import SWIGLU, Activation, experts, reference
 from jaxmoe.ops.linear import reference as linear_reference
-from jaxmoe.quant.qarray import QArray, Weight
-from jaxmoe.quant.scheme import Scheme
+from jaxmoe.quant.qarray import QArray, Weight, quantize_weight, validate_shapes
+from jaxmoe.quant.scheme import Bits, Scheme, parse_scheme
 from tests.tolerances import TOLERANCES
 
 EMBED, FFN, EXPERTS, LAYERS, LAYER = 72, 40, 6, 2, 1
@@ -24,27 +25,47 @@ EMBED, FFN, EXPERTS, LAYERS, LAYER = 72, 40, 6, 2, 1
 GROUP = 32
 
 Stacks = tuple[Weight, Weight, Weight]
+Biases = tuple[np.ndarray, np.ndarray, np.ndarray]
 
+bits_of_weights = pytest.mark.parametrize("bits", [8, 4])
 impls = pytest.mark.parametrize("impl", [entry.name for entry in op.IMPLS])
 
 
-@partial(jax.jit, static_argnames=("total_experts", "impl"))
+@partial(jax.jit, static_argnames=("total_experts", "activation", "impl"))
 def run(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, stacks: Stacks, layer: jax.Array, total_experts: int, impl: str
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    stacks: Stacks,
+    layer: jax.Array,
+    total_experts: int,
+    impl: str,
+    activation: Activation = SWIGLU,
+    biases: tuple[jax.Array, jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    return experts(x, ids, weights, *stacks, layer=layer, total_experts=total_experts, impl=impl)
+    options = {"layer": layer, "total_experts": total_experts, "activation": activation, "biases": biases}
+    return experts(x, ids, weights, *stacks, **options, impl=impl)
 
 
 def apply(
-    x: np.ndarray, ids: np.ndarray, weights: np.ndarray, stacks: Stacks, impl: str, *, total_experts: int = EXPERTS
+    x: np.ndarray,
+    ids: np.ndarray,
+    weights: np.ndarray,
+    stacks: Stacks,
+    impl: str,
+    *,
+    total_experts: int = EXPERTS,
+    activation: Activation = SWIGLU,
+    biases: Biases | None = None,
 ) -> np.ndarray:
     """The jitted operator with a traced layer index; skips what the implementation refuses."""
     arguments, layer = (x, ids, weights, *stacks), np.int32(LAYER)
+    options = {"total_experts": total_experts, "activation": activation, "biases": biases}
     try:
-        choose("experts", op.IMPLS, impl, *arguments, layer=layer, total_experts=total_experts)
+        choose("experts", op.IMPLS, impl, *arguments, layer=layer, **options)
     except UnsupportedError as error:
         pytest.skip(str(error))
-    return np.asarray(run(x, ids, weights, stacks, layer, total_experts, impl))
+    return np.asarray(run(x, ids, weights, stacks, layer, impl=impl, **options))
 
 
 def route(tokens: int, top_k: int, num_experts: int = EXPERTS, seed: int = 0) -> np.ndarray:
@@ -84,7 +105,23 @@ def combine_weights(ids: np.ndarray) -> np.ndarray:
     return (0.5 ** np.random.default_rng(1).integers(0, 2, size=ids.shape)).astype(np.float32)
 
 
-def exact_example(tokens: int, num_experts: int = EXPERTS) -> tuple[np.ndarray, tuple[QArray, QArray, QArray]]:
+def stored(values: np.ndarray, scale: np.ndarray, scheme: Scheme) -> QArray:
+    """Of numpy arrays, so that nothing compiles but the operator."""
+    group = scheme.group_size(values.shape[-1])
+    qvalue = values if scheme.weight_bits == 8 else linear_reference.pack_pairs(values, group)
+    array = QArray(qvalue=qvalue, scale=scale.astype(np.float32), scheme=scheme)
+    validate_shapes(array, name="w")
+    return array
+
+
+def integers(w: QArray) -> np.ndarray:
+    """The weight's integers, by the oracle."""
+    return w.qvalue if w.scheme.weight_bits == 8 else linear_reference.unpack_pairs(w.qvalue, w.group)
+
+
+def exact_example(
+    tokens: int, num_experts: int = EXPERTS, bits: Bits = 8
+) -> tuple[np.ndarray, tuple[QArray, QArray, QArray]]:
     """Operands on which every step is exact in float32.
 
     Each row of x holds 64 first and 127 second. gate picks the 64 (times a power of two), where silu(g) == g; up picks
@@ -93,18 +130,18 @@ def exact_example(tokens: int, num_experts: int = EXPERTS) -> tuple[np.ndarray, 
     generator = np.random.default_rng(2)
     x = generator.integers(-127, 128, size=(tokens, EMBED)).astype(np.float32)
     x[:, 0], x[:, 1] = 64, 127
-    lead = (LAYERS, num_experts)
+    lead, limit = (LAYERS, num_experts), 2 ** (bits - 1) - 1
     gate = np.zeros((*lead, FFN, EMBED), np.int8)
     gate[..., 0] = 1
     up = np.zeros((*lead, FFN, EMBED), np.int8)
     chosen = generator.integers(1, EMBED, size=(*lead, FFN, 1))
     chosen[..., 0, :] = 1
     np.put_along_axis(up, chosen, generator.choice(np.int8([-1, 1]), size=chosen.shape), axis=-1)
-    down = generator.integers(-127, 128, size=(*lead, EMBED, FFN)).astype(np.int8)
+    down = generator.integers(-limit, limit + 1, size=(*lead, EMBED, FFN)).astype(np.int8)
+    scheme = Scheme(weight_bits=bits, group=GROUP)
 
     def quantized(values: np.ndarray, scale: np.ndarray) -> QArray:
-        shape = (*values.shape[:-1], -(-values.shape[-1] // GROUP))
-        return QArray(qvalue=values, scale=np.broadcast_to(scale, shape).astype(np.float32), scheme=Scheme(group=GROUP))
+        return stored(values, np.broadcast_to(scale, scheme.scales_shape(values.shape)).copy(), scheme)
 
     gate_scale = 2.0 ** generator.integers(0, 3, size=(*lead, 1, 1))
     down_scale = 2.0 ** generator.integers(-2, 1, size=(*lead, EMBED, 2))
@@ -116,7 +153,7 @@ def exact_result(
 ) -> np.ndarray:
     """The sum over the slots in float64, with silu left out: not the oracle, but what the oracle must give too."""
     gate, up, down = (
-        linear_reference.dequantize(w.qvalue[LAYER], w.scale[LAYER], GROUP).astype(np.float64) for w in stacks
+        linear_reference.dequantize(integers(w)[LAYER], w.scale[LAYER], GROUP).astype(np.float64) for w in stacks
     )
     total = np.zeros(x.shape, np.float64)
     for token, slot in np.ndindex(ids.shape):
@@ -137,9 +174,10 @@ def random_example(tokens: int, scheme: Scheme | None) -> tuple[np.ndarray, Stac
         shape = (LAYERS, EXPERTS, out, size)
         if scheme is None:
             return (generator.normal(size=shape) / size**0.5).astype(np.float32)
-        values = generator.integers(-127, 128, size=shape).astype(np.int8)
-        scale = generator.uniform(0.5, 1.5, size=(*shape[:-1], scheme.num_groups(size))) / (64 * size**0.5)
-        return QArray(qvalue=values, scale=scale.astype(np.float32), scheme=scheme)
+        limit = 2 ** (scheme.weight_bits - 1) - 1
+        values = generator.integers(-limit, limit + 1, size=shape).astype(np.int8)
+        scale = generator.uniform(0.5, 1.5, size=scheme.scales_shape(shape)) / (limit / 2 * size**0.5)
+        return stored(values, scale, scheme)
 
     return x, (weight(FFN, EMBED), weight(FFN, EMBED), weight(EMBED, FFN))
 
@@ -152,7 +190,7 @@ def projector(stacks: Stacks) -> Callable[[str, int, np.ndarray], np.ndarray]:
         w = names[name]
         if not isinstance(w, QArray):
             return rows @ w[LAYER, expert].T
-        values, scale = w.qvalue[LAYER, expert], w.scale[LAYER, expert]
+        values, scale = integers(w[LAYER, expert]), w.scale[LAYER, expert]
         if w.scheme.activation_bits == 8:
             return linear_reference.w8a8(rows, values, scale, w.group)
         return rows @ linear_reference.dequantize(values, scale, w.group).T
@@ -161,13 +199,14 @@ def projector(stacks: Stacks) -> Callable[[str, int, np.ndarray], np.ndarray]:
 
 
 @impls
+@bits_of_weights
 @pytest.mark.parametrize(
     ("routing", "dtype"), [*((routing, jnp.float32) for routing in ROUTINGS), ("some elsewhere", jnp.bfloat16)]
 )
-def test_every_routing_is_exact(routing: str, dtype: jnp.dtype, impl: str) -> None:
+def test_every_routing_is_exact(routing: str, dtype: jnp.dtype, bits: Bits, impl: str) -> None:
     ids = ROUTINGS[routing]
     weights = combine_weights(ids)
-    x, stacks = exact_example(len(ids))
+    x, stacks = exact_example(len(ids), bits=bits)
     out = apply(x.astype(dtype), ids, weights, stacks, impl)
     assert out.dtype == np.float32
     expected = exact_result(x, ids, weights, stacks)
@@ -202,10 +241,13 @@ def test_tiles_larger_and_smaller_than_the_counts(total_experts: int, impl: str)
     [
         (Scheme(group=32), "int8_experts"),
         (Scheme(group=None), "int8_experts"),
+        (Scheme(group=32, weight_bits=4), "int8_experts"),
+        (Scheme(group=64, weight_bits=4), "int8_experts"),
         (Scheme(group=32, activation_bits=16), "float_experts"),
+        (Scheme(group=32, weight_bits=4, activation_bits=16), "float_experts"),
         (None, "float_experts"),
     ],
-    ids=["w8a8-g32", "w8a8-channel", "w8a16-g32", "float32"],
+    ids=lambda value: getattr(value, "name", value) or "float32",
 )
 def test_random_operands_are_the_oracle(scheme: Scheme | None, tolerance: str, impl: str) -> None:
     ids = route_outside(17)
@@ -235,14 +277,11 @@ def test_gate_and_up_keep_their_own_schemes(bits: tuple[int, int], impl: str) ->
 
 
 @impls
-@pytest.mark.parametrize("bits", [8, 16, None])
-def test_case_56_permuting_experts_with_their_ids_changes_nothing(bits: int | None, impl: str) -> None:
+@pytest.mark.parametrize("scheme", ["w8a8-g32", "w4a8-g32", "w8a16-g32", "w4a16-g32", None])
+def test_case_56_permuting_experts_with_their_ids_changes_nothing(scheme: str | None, impl: str) -> None:
     ids = route_outside(17)
     weights = combine_weights(ids)
-    if bits == 8:
-        x, stacks = exact_example(len(ids))
-    else:
-        x, stacks = random_example(len(ids), None if bits is None else Scheme(group=32, activation_bits=16))
+    x, stacks = random_example(len(ids), None if scheme is None else parse_scheme(scheme))
     order = np.random.default_rng(5).permutation(EXPERTS)
     moved = jax.tree.map(lambda leaf: leaf[:, order], stacks)
     here = (ids >= 0) & (ids < EXPERTS)
@@ -252,8 +291,9 @@ def test_case_56_permuting_experts_with_their_ids_changes_nothing(bits: int | No
 
 
 @impls
-def test_case_15_a_row_does_not_depend_on_its_batch(impl: str) -> None:
-    x, stacks = random_example(65, Scheme(group=None))
+@pytest.mark.parametrize("scheme", ["w8a8-channel", "w4a8-g64"])
+def test_case_15_a_row_does_not_depend_on_its_batch(scheme: str, impl: str) -> None:
+    x, stacks = random_example(65, parse_scheme(scheme))
     ids = route(65, 2)
     weights = np.random.default_rng(6).uniform(size=ids.shape).astype(np.float32)
     alone = apply(x[:1], ids[:1], weights[:1], stacks, impl)
@@ -277,10 +317,11 @@ def test_case_49_rows_that_nobody_routes_do_not_leak(bad: float, impl: str) -> N
 
 
 @impls
-def test_case_49_experts_that_nobody_routes_do_not_leak(impl: str) -> None:
+@bits_of_weights
+def test_case_49_experts_that_nobody_routes_do_not_leak(bits: Bits, impl: str) -> None:
     ids = ROUTINGS["empty experts"]
     weights = combine_weights(ids)
-    x, stacks = exact_example(len(ids))
+    x, stacks = exact_example(len(ids), bits=bits)
     expected = exact_result(x, ids, weights, stacks)
     unused = np.setdiff1d(np.arange(EXPERTS), ids)
     for stack in stacks:
@@ -299,6 +340,164 @@ def test_a_nan_row_damages_only_itself(impl: str) -> None:
     out = apply(x, ids, weights, stacks, impl)
     assert np.isnan(out[0]).all()
     np.testing.assert_array_equal(out[1:], expected[1:])
+
+
+def random_biases(seed: int = 7, dtype: type = np.float32) -> Biases:
+    generator = np.random.default_rng(seed)
+    widths = (FFN, FFN, EMBED)
+    return tuple(generator.normal(size=(LAYERS, EXPERTS, width)).astype(dtype) for width in widths)  # pyright: ignore
+
+
+def oracle(
+    x: np.ndarray, ids: np.ndarray, weights: np.ndarray, stacks: Stacks, activation: Activation, biases: Biases | None
+) -> np.ndarray:
+    named = None if biases is None else dict(zip(("gate", "up", "down"), (bias[LAYER] for bias in biases), strict=True))
+    options = {"kind": activation.kind, "limit": activation.limit, "biases": named}
+    return reference.experts(x, ids, weights, projector(stacks), EXPERTS, **options)
+
+
+@impls
+@pytest.mark.parametrize("scheme", ["w8a8-g32", "w4a8-g32", "w4a16-g32", None])
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("limit", [None, 0.75])
+@pytest.mark.parametrize("kind", ["swiglu", "gpt_oss"])
+def test_activations_and_biases_are_the_oracle(
+    kind: Literal["swiglu", "gpt_oss"], limit: float | None, biased: bool, scheme: str | None, impl: str
+) -> None:
+    parsed, activation = None if scheme is None else parse_scheme(scheme), Activation(kind=kind, limit=limit)
+    ids = route_outside(17)
+    weights = np.random.default_rng(4).uniform(size=ids.shape).astype(np.float32)
+    x, stacks = random_example(len(ids), parsed)
+    biases = random_biases() if biased else None
+    expected = oracle(x, ids, weights, stacks, activation, biases)
+    tolerance = "int8_experts" if parsed is not None and parsed.activation_bits == 8 else "float_experts"
+    bound = TOLERANCES[tolerance].value * np.abs(expected).max()
+    out = apply(x, ids, weights, stacks, impl, activation=activation, biases=biases)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=bound)
+    if limit is not None:
+        free = oracle(x, ids, weights, stacks, Activation(kind=kind), biases)
+        assert np.abs(free - expected).max() > 5 * bound, "the clamp matters"
+
+
+@impls
+@pytest.mark.parametrize("changed", [0, 1, 2], ids=["gate", "up", "down"])
+def test_each_bias_is_added_in_float32_whatever_its_dtype(changed: int, impl: str) -> None:
+    ids = route_outside(17)
+    weights = combine_weights(ids)
+    x, stacks = random_example(len(ids), None)
+    x = x.astype(jnp.bfloat16)
+    narrow = list(random_biases(dtype=jnp.bfloat16))
+    wide = [bias.astype(np.float32) for bias in narrow]
+    out = apply(x, ids, weights, stacks, impl, biases=tuple(narrow))
+    np.testing.assert_array_equal(out, apply(x, ids, weights, stacks, impl, biases=tuple(wide)))
+    wide[changed] = -wide[changed]
+    assert (apply(x, ids, weights, stacks, impl, biases=tuple(wide)) != out).any()
+
+
+@impls
+def test_a_down_bias_is_weighted_and_only_of_experts_that_are_here(impl: str) -> None:
+    ids = route_outside(17)
+    weights = combine_weights(ids)
+    x, stacks = exact_example(len(ids))
+    x[:] = 0  # what is left is the bias
+    gate, up, down = (np.zeros_like(bias) for bias in random_biases())
+    down[LAYER] = np.random.default_rng(8).integers(-8, 9, size=down[LAYER].shape)
+    down[1 - LAYER] = np.nan
+    out = apply(x, ids, weights, stacks, impl, biases=(gate, up, down))
+    here = (ids >= 0) & (ids < EXPERTS)
+    shares = np.where(here, weights, 0)[..., None] * down[LAYER][np.where(here, ids, 0)]
+    np.testing.assert_array_equal(out, shares.sum(axis=1))
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "gpt_oss"])
+@pytest.mark.parametrize("width", [1, 3, 64])
+def test_the_clamp_keeps_nan_and_cuts_gate_above_and_up_on_both_sides(
+    width: int, kind: Literal["swiglu", "gpt_oss"]
+) -> None:
+    """At several widths, since vectorised and scalar comparisons may treat NaN differently."""
+    values = np.float32([np.nan, -1e6, -7, -2, -0.5, 0, 0.5, 2, 7, 1e6, np.inf])
+    gate, up = (grid.reshape(-1, 1).repeat(width, axis=1) for grid in np.meshgrid(values, values))
+    activation = Activation(kind=kind, limit=2.0)
+    out = np.asarray(jax.jit(lambda gate, up: activation(gate, up))(gate, up))
+    bad = np.isnan(gate) | np.isnan(up)
+    np.testing.assert_array_equal(np.isnan(out), bad)
+    with np.errstate(over="ignore"):
+        same = reference.activate(gate, up, kind, 2.0)
+        cut = reference.activate(np.minimum(gate, 2), np.clip(up, -2, 2), kind, None)
+    np.testing.assert_array_equal(same, cut)
+    bound = TOLERANCES["float_experts"].value * np.abs(cut[~bad]).max()
+    np.testing.assert_allclose(out[~bad], cut[~bad], rtol=0, atol=bound)
+    assert (out[~bad & (gate <= -1e6)] == 0).all()
+
+
+def test_what_gpt_oss_computes() -> None:
+    gate, up = np.float32([[0.5, 3, -1]]), np.float32([[1, -4, 0]])
+    out = Activation(kind="gpt_oss", limit=2.5)(jnp.asarray(gate), jnp.asarray(up))
+    expected = [[2 * 0.5 / (1 + np.exp(-0.851)), -1.5 * 2.5 / (1 + np.exp(-4.255)), -1 / (1 + np.exp(1.702))]]
+    np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCES["float_experts"].value)
+
+
+@impls
+@bits_of_weights
+@pytest.mark.parametrize("activation", [SWIGLU, Activation(kind="gpt_oss", limit=2.0)], ids=lambda a: a.kind)
+def test_a_nan_reaches_the_result_through_the_clamp(activation: Activation, bits: Bits, impl: str) -> None:
+    ids = route(17, 3)
+    x, stacks = random_example(len(ids), Scheme(weight_bits=bits, group=32))
+    weights = combine_weights(ids)
+    clean = apply(x, ids, weights, stacks, impl, activation=activation)
+    x[4, 9] = np.nan
+    out = apply(x, ids, weights, stacks, impl, activation=activation)
+    assert np.isfinite(clean).all() and np.isnan(out[4]).all()
+    np.testing.assert_array_equal(np.delete(out, 4, axis=0), np.delete(clean, 4, axis=0))
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_limit_is_a_positive_number(limit: float) -> None:
+    with pytest.raises(ConfigError, match=f"an activation limit of {limit} is not a positive number"):
+        Activation(limit=limit)
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises((ConfigError, TypeCheckError), match="gelu"):
+        Activation(kind="gelu")  # pyright: ignore
+
+
+def test_biases_that_do_not_fit_are_named() -> None:
+    ids, weights = np.int32([[0, 1]]), np.ones((1, 2), np.float32)
+    x, stacks = random_example(1, None)
+    gate, up, down = map(jnp.asarray, random_biases())
+    operands = [jnp.asarray(array) for array in (x, ids, weights, *stacks)]
+    with pytest.raises((ValueError, TypeCheckError), match="biases"):
+        experts(*operands, layer=0, total_experts=EXPERTS, biases=(gate, up, down[:, :, :5]))
+    with pytest.raises(ValueError) as error:
+        experts(*operands, layer=0, total_experts=EXPERTS, biases=(gate[:, :5], up[:, :5], down[:, :5]))
+    assert str(error.value) == (
+        "experts: biases [2, 5, 40], [2, 5, 40], [2, 5, 72] do not fit gate [2, 6, 40, 72], up [2, 6, 40, 72] and down "
+        "[2, 6, 72, 40]"
+    )
+
+
+@impls
+@bits_of_weights
+def test_an_expert_is_read_in_place(bits: Bits, impl: str) -> None:
+    """No copy of a stack, widened or not: more layers and more experts need no more memory for weights."""
+    scheme, ffn, embed = Scheme(weight_bits=bits), 256, 512
+
+    def temporary_bytes(layers: int, count: int) -> int:
+        def weight(*shape: int) -> QArray:
+            return jax.eval_shape(partial(quantize_weight, scheme=scheme), jax.ShapeDtypeStruct(shape, jnp.float32))
+
+        gate, down = weight(layers, count, ffn, embed), weight(layers, count, embed, ffn)
+        x, ids = jax.ShapeDtypeStruct((8, embed), jnp.float32), jax.ShapeDtypeStruct((8, 2), jnp.int32)
+        weights, layer = jax.ShapeDtypeStruct((8, 2), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+        lowered = run.lower(x, ids, weights, (gate, gate, down), layer, total_experts=64, impl=impl)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    one_expert = 3 * ffn * embed
+    few, layers, both = temporary_bytes(2, 8), temporary_bytes(16, 8), temporary_bytes(16, 32)
+    assert layers <= few + 4096
+    # A tile of two rows an expert grows with their number.
+    assert both <= few + 24 * 2 * embed * 4 + 16384 < few + one_expert
 
 
 def test_stacks_that_do_not_fit_are_named() -> None:

@@ -11,8 +11,8 @@ from jaxmoe.errors import UnsupportedError
 from jaxmoe.ops import linear as op
 from jaxmoe.ops.dispatch import choose
 from jaxmoe.ops.linear import linear, reference
-from jaxmoe.quant.qarray import QArray
-from jaxmoe.quant.scheme import Scheme
+from jaxmoe.quant.qarray import QArray, quantize_weight, validate_shapes
+from jaxmoe.quant.scheme import Bits, Scheme
 from tests.tolerances import TOLERANCES
 
 OUT, LAYERS = 24, 3
@@ -27,9 +27,15 @@ WIDTHS: dict[int, tuple[int | None, ...]] = {
 # All row counts at one width, all widths and groups at one row count.
 SHAPES = [(rows, 576, 128) for rows in ROWS if rows != 7]
 SHAPES += [(7, size, group) for size, groups in WIDTHS.items() for group in groups]
+W4_SHAPES = [shape for shape in SHAPES if shape[1] % 2 == 0 and shape[2] is not None]
+W4_SHAPES += [(7, 40, 32), (7, 14, 128), (1, 2, 32)]
+"""4-bit weights have no channel scales and no odd inputs."""
+INTEGER_SHAPES = [(8, *shape) for shape in SHAPES] + [(4, *shape) for shape in W4_SHAPES]
+"""(weight bits, rows, input width, group)"""
 DTYPES = [jnp.float32, jnp.bfloat16]
 
 impls = pytest.mark.parametrize("impl", [entry.name for entry in op.IMPLS])
+bits = pytest.mark.parametrize("bits", [8, 4])
 
 
 @partial(jax.jit, static_argnames="impl")
@@ -58,12 +64,30 @@ def random_input(rows: int, size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(rows, size)).astype(np.float32)
 
 
+def random_integers(size: int, scheme: Scheme, lead: tuple[int, ...], seed: int) -> np.ndarray:
+    """Over the whole grid."""
+    limit = 2 ** (scheme.weight_bits - 1) - 1
+    return np.random.default_rng(seed).integers(-limit, limit + 1, size=(*lead, OUT, size)).astype(np.int8)
+
+
+def stored(values: np.ndarray, scale: np.ndarray, scheme: Scheme) -> QArray:
+    """Of numpy arrays, so that nothing compiles but the operator."""
+    group = scheme.group_size(values.shape[-1])
+    qvalue = values if scheme.weight_bits == 8 else reference.pack_pairs(values, group)
+    array = QArray(qvalue=qvalue, scale=scale.astype(np.float32), scheme=scheme)
+    validate_shapes(array, name="w")
+    return array
+
+
+def integers(w: QArray) -> np.ndarray:
+    """The weight's integers, by the oracle."""
+    return w.qvalue if w.scheme.weight_bits == 8 else reference.unpack_pairs(w.qvalue, w.group)
+
+
 def random_stack(size: int, scheme: Scheme, lead: tuple[int, ...] = (LAYERS,)) -> QArray:
-    """Values over the whole grid and scales that differ; of numpy arrays, so that nothing compiles but the operator."""
-    generator = np.random.default_rng(1)
-    values = generator.integers(-127, 128, size=(*lead, OUT, size)).astype(np.int8)
-    scale = generator.uniform(0.5, 1.5, size=(*lead, OUT, scheme.num_groups(size))).astype(np.float32)
-    return QArray(qvalue=values, scale=scale, scheme=scheme)
+    """Values over the whole grid and scales that differ."""
+    scale = np.random.default_rng(1).uniform(0.5, 1.5, size=scheme.scales_shape((*lead, OUT, size)))
+    return stored(random_integers(size, scheme, lead, 5), scale, scheme)
 
 
 def exact_input(rows: int, size: int) -> np.ndarray:
@@ -75,15 +99,13 @@ def exact_input(rows: int, size: int) -> np.ndarray:
 
 def exact_weight(size: int, scheme: Scheme, lead: tuple[int, ...] = (LAYERS,)) -> QArray:
     """Integers with power-of-two scales: every float32 operation on the exact sums is exact."""
-    generator = np.random.default_rng(3)
-    values = generator.integers(-127, 128, size=(*lead, OUT, size)).astype(np.int8)
-    scale = 2.0 ** generator.integers(-2, 2, size=(*lead, OUT, scheme.num_groups(size)))
-    return QArray(qvalue=values, scale=scale.astype(np.float32), scheme=scheme)
+    scale = 2.0 ** np.random.default_rng(3).integers(-2, 2, size=scheme.scales_shape((*lead, OUT, size)))
+    return stored(random_integers(size, scheme, lead, 6), scale, scheme)
 
 
 def exact_product(x: np.ndarray, w: QArray) -> np.ndarray:
     """x @ w.T in float64, checked to be exact in float32."""
-    weight = reference.dequantize(w.qvalue, w.scale, w.group).astype(np.float64)
+    weight = reference.dequantize(integers(w), w.scale, w.group).astype(np.float64)
     assert (4 * np.abs(x.astype(np.float64)) @ np.abs(weight).T).max() < 2**27, "keep the sums small"
     product = x.astype(np.float64) @ weight.T
     assert (product == product.astype(np.float32)).all(), "the example is not exact"
@@ -91,7 +113,7 @@ def exact_product(x: np.ndarray, w: QArray) -> np.ndarray:
 
 
 def oracle(x: np.ndarray, w: QArray) -> np.ndarray:
-    return reference.w8a8(x, w.qvalue, w.scale, w.group)
+    return reference.w8a8(x, integers(w), w.scale, w.group)
 
 
 def assert_close(out: np.ndarray, expected: np.ndarray, bound: np.ndarray | float) -> None:
@@ -103,11 +125,14 @@ def assert_close(out: np.ndarray, expected: np.ndarray, bound: np.ndarray | floa
 
 @impls
 @pytest.mark.parametrize(
-    ("rows", "size", "group", "dtype"),
-    [(*shape, jnp.float32) for shape in SHAPES] + [(1, 576, 128, jnp.bfloat16), (65, 13, None, jnp.bfloat16)],
+    ("bits", "rows", "size", "group", "dtype"),
+    [(*shape, jnp.float32) for shape in INTEGER_SHAPES]
+    + [(8, 1, 576, 128, jnp.bfloat16), (8, 65, 13, None, jnp.bfloat16), (4, 65, 40, 32, jnp.bfloat16)],
 )
-def test_w8a8_is_the_oracle(rows: int, size: int, group: int | None, dtype: jnp.dtype, impl: str) -> None:
-    x, w = random_input(rows, size).astype(dtype), random_stack(size, Scheme(group=group))
+def test_int8_activations_are_the_oracle(
+    bits: Bits, rows: int, size: int, group: int | None, dtype: jnp.dtype, impl: str
+) -> None:
+    x, w = random_input(rows, size).astype(dtype), random_stack(size, Scheme(weight_bits=bits, group=group))
     out = apply(x, w, impl, layer=1)
     assert out.dtype == dtype
     expected = oracle(x.astype(np.float32), w[1])
@@ -116,14 +141,22 @@ def test_w8a8_is_the_oracle(rows: int, size: int, group: int | None, dtype: jnp.
 
 @impls
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize(("rows", "size", "group"), [(1, 576, 128), (65, 576, 128), (7, 13, None), (7, 64, 32)])
-def test_w8a16_is_a_float_product(rows: int, size: int, group: int | None, dtype: jnp.dtype, impl: str) -> None:
+@pytest.mark.parametrize(
+    ("bits", "rows", "size", "group"),
+    [
+        *((8, *shape) for shape in [(1, 576, 128), (65, 576, 128), (7, 13, None), (7, 64, 32)]),
+        *((4, *shape) for shape in [(1, 576, 128), (65, 576, 256), (7, 40, 32), (7, 14, 128)]),
+    ],
+)
+def test_weight_only_is_a_float_product(
+    bits: Bits, rows: int, size: int, group: int | None, dtype: jnp.dtype, impl: str
+) -> None:
     x = random_input(rows, size).astype(dtype)
-    w = random_stack(size, Scheme(activation_bits=16, group=group))
+    w = random_stack(size, Scheme(weight_bits=bits, activation_bits=16, group=group))
     out = apply(x, w, impl, layer=2)
     assert out.dtype == dtype
     wide = x.astype(np.float64)
-    weight = reference.dequantize(w.qvalue[2], w.scale[2], w.group).astype(np.float64)
+    weight = reference.dequantize(integers(w)[2], w.scale[2], w.group).astype(np.float64)
     assert_close(out, wide @ weight.T, TOLERANCES["float_linear"].value * (np.abs(wide) @ np.abs(weight).T))
 
 
@@ -139,9 +172,9 @@ def test_float_weight(rows: int, dtype: jnp.dtype, impl: str) -> None:
 
 
 @impls
-@pytest.mark.parametrize(("rows", "size", "group"), SHAPES)
-def test_integer_sums_are_exact(rows: int, size: int, group: int | None, impl: str) -> None:
-    x, w = exact_input(rows, size), exact_weight(size, Scheme(group=group))
+@pytest.mark.parametrize(("bits", "rows", "size", "group"), INTEGER_SHAPES)
+def test_integer_sums_are_exact(bits: Bits, rows: int, size: int, group: int | None, impl: str) -> None:
+    x, w = exact_input(rows, size), exact_weight(size, Scheme(weight_bits=bits, group=group))
     np.testing.assert_array_equal(apply(x, w, impl, layer=2), exact_product(x, w[2]))
 
 
@@ -156,8 +189,19 @@ def test_the_largest_sum_of_a_group_of_128_is_exact(sign: int, impl: str) -> Non
 
 
 @impls
-def test_single_weight_bias_and_stack_agree(impl: str) -> None:
-    x, w = exact_input(7, 576), exact_weight(576, Scheme())
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("group", [128, 256])
+def test_the_largest_sum_of_4_bit_weights_is_exact(group: int, sign: int, impl: str) -> None:
+    x = np.full((2, 576), 127, np.float32)
+    scheme = Scheme(weight_bits=4, group=group)
+    w = stored(np.full((OUT, 576), sign * 7, np.int8), np.ones((OUT, scheme.num_groups(576))), scheme)
+    assert (apply(x, w, impl) == sign * 576 * 127 * 7).all()
+
+
+@impls
+@bits
+def test_single_weight_bias_and_stack_agree(bits: Bits, impl: str) -> None:
+    x, w = exact_input(7, 576), exact_weight(576, Scheme(weight_bits=bits))
     bias = np.random.default_rng(4).integers(-100, 100, size=(LAYERS, OUT)).astype(np.float32)
     for layer in range(LAYERS):
         expected = exact_product(x, w[layer])
@@ -168,9 +212,9 @@ def test_single_weight_bias_and_stack_agree(impl: str) -> None:
 
 
 @impls
-@pytest.mark.parametrize("size", [576, 13])
-def test_case_15_a_row_does_not_depend_on_its_batch(size: int, impl: str) -> None:
-    x, w = random_input(65, size), random_stack(size, Scheme(), lead=())
+@pytest.mark.parametrize(("bits", "size"), [(8, 576), (8, 13), (4, 576), (4, 14)])
+def test_case_15_a_row_does_not_depend_on_its_batch(bits: Bits, size: int, impl: str) -> None:
+    x, w = random_input(65, size), random_stack(size, Scheme(weight_bits=bits), lead=())
     alone = apply(x[:1], w, impl)
     for rows in (2, 7, 8, 9, 64, 65):
         for place in {0, rows // 2, rows - 1}:
@@ -179,8 +223,9 @@ def test_case_15_a_row_does_not_depend_on_its_batch(size: int, impl: str) -> Non
 
 
 @impls
-def test_a_nan_row_damages_only_itself(impl: str) -> None:
-    x, w = random_input(7, 576), random_stack(576, Scheme(), lead=())
+@bits
+def test_a_nan_row_damages_only_itself(bits: Bits, impl: str) -> None:
+    x, w = random_input(7, 576), random_stack(576, Scheme(weight_bits=bits), lead=())
     clean = apply(x, w, impl)
     x[3, 100] = np.nan
     out = apply(x, w, impl)
@@ -189,8 +234,28 @@ def test_a_nan_row_damages_only_itself(impl: str) -> None:
 
 
 @impls
-def test_zero_rows_give_zeros(impl: str) -> None:
-    assert (apply(np.zeros((2, 576), np.float32), random_stack(576, Scheme(), lead=()), impl) == 0).all()
+@bits
+def test_zero_rows_give_zeros(bits: Bits, impl: str) -> None:
+    w = random_stack(576, Scheme(weight_bits=bits), lead=())
+    assert (apply(np.zeros((2, 576), np.float32), w, impl) == 0).all()
+
+
+@impls
+@bits
+def test_a_layer_is_read_in_place(bits: Bits, impl: str) -> None:
+    """No copy of the stack, widened or not, however many layers there are."""
+    x, scheme = jax.ShapeDtypeStruct((8, 1024), jnp.float32), Scheme(weight_bits=bits)
+
+    def temporary_bytes(layers: int) -> int:
+        w = jax.eval_shape(partial(quantize_weight, scheme=scheme), jax.ShapeDtypeStruct((layers, 512, 1024), x.dtype))
+
+        def scan(x: jax.Array, w: QArray) -> jax.Array:
+            return jax.lax.fori_loop(0, layers, lambda i, acc: acc + linear(x, w, layer=i, impl=impl), x[:, :512])
+
+        return jax.jit(scan).lower(x, w).compile().memory_analysis().temp_size_in_bytes
+
+    # Scalar indices aside, more layers need nothing more.
+    assert temporary_bytes(64) <= temporary_bytes(4) + 4096
 
 
 def test_operands_that_do_not_fit_are_named() -> None:

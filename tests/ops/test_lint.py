@@ -15,7 +15,7 @@ from jaxmoe.ops.experts import experts
 from jaxmoe.ops.linear import linear
 from jaxmoe.ops.lint import check_integer_dots, operand_dtypes, products
 from jaxmoe.quant.qarray import QArray, quantize_weight
-from jaxmoe.quant.scheme import Scheme
+from jaxmoe.quant.scheme import parse_scheme
 
 BYTES = jax.ShapeDtypeStruct((4, 4), jnp.int8)
 SQUARE = (((1,), (0,)), ((), ()))
@@ -146,24 +146,23 @@ def test_float_products_are_not_counted() -> None:
     assert check_integer_dots(jax.make_jaxpr(jnp.matmul)(wide, wide)) == 0
 
 
-def abstract_weight(*shape: int, bits: int) -> QArray:
-    scheme = Scheme(activation_bits=bits, group=32)
-    return jax.eval_shape(lambda w: quantize_weight(w, scheme), jax.ShapeDtypeStruct(shape, jnp.float32))
+def abstract_weight(*shape: int, scheme: str) -> QArray:
+    return jax.eval_shape(lambda w: quantize_weight(w, parse_scheme(scheme)), jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
-@pytest.mark.parametrize(("bits", "count"), [(8, 3), (16, 0)])
+@pytest.mark.parametrize(("scheme", "count"), [("w8a8-g32", 3), ("w4a8-g32", 3), ("w8a16-g32", 0), ("w4a16-g32", 0)])
 @pytest.mark.parametrize("rows", [1, 8])
-def test_linear_multiplies_integers_where_it_should(bits: int, count: int, rows: int) -> None:
+def test_linear_multiplies_integers_where_it_should(scheme: str, count: int, rows: int) -> None:
     x = jax.ShapeDtypeStruct((rows, 96), jnp.bfloat16)
     traced = jax.jit(lambda x, w, layer: linear(x, w, layer=layer, impl="xla")).trace(
-        x, abstract_weight(2, 24, 96, bits=bits), jax.ShapeDtypeStruct((), jnp.int32)
+        x, abstract_weight(2, 24, 96, scheme=scheme), jax.ShapeDtypeStruct((), jnp.int32)
     )
     assert check_integer_dots(traced.jaxpr) == count
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-def test_experts_multiply_integers_where_they_should(bits: int) -> None:
-    gate, down = abstract_weight(2, 4, 32, 64, bits=bits), abstract_weight(2, 4, 64, 32, bits=bits)
+@pytest.mark.parametrize("scheme", ["w8a8-g32", "w4a8-g32", "w8a16-g32", "w4a16-g32"])
+def test_experts_multiply_integers_where_they_should(scheme: str) -> None:
+    gate, down = abstract_weight(2, 4, 32, 64, scheme=scheme), abstract_weight(2, 4, 64, 32, scheme=scheme)
     traced = jax.jit(partial(experts, total_experts=4, impl="xla")).trace(
         jax.ShapeDtypeStruct((8, 64), jnp.float32),
         jax.ShapeDtypeStruct((8, 2), jnp.int32),
@@ -174,20 +173,23 @@ def test_experts_multiply_integers_where_they_should(bits: int) -> None:
         layer=np.int32(1),
     )
     count = check_integer_dots(traced.jaxpr)
-    assert count >= 5 if bits == 8 else count == 0  # two groups of gate, two of up, one of down
+    assert (
+        count >= 5 if parse_scheme(scheme).activation_bits == 8 else count == 0
+    )  # two groups of gate, two of up, one of down
 
 
-def test_the_int8_path_has_no_product_but_of_int8() -> None:
+@pytest.mark.parametrize("scheme", ["w8a8-g32", "w4a8-g32"])
+def test_the_integer_path_has_no_product_but_of_int8(scheme: str) -> None:
     """No float product at all, hence none of INT8 values that were converted."""
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
     ids, weights = jax.ShapeDtypeStruct((8, 2), jnp.int32), jax.ShapeDtypeStruct((8, 2), jnp.float32)
-    gate, down = abstract_weight(2, 4, 32, 64, bits=8), abstract_weight(2, 4, 64, 32, bits=8)
+    gate, down = abstract_weight(2, 4, 32, 64, scheme=scheme), abstract_weight(2, 4, 64, 32, scheme=scheme)
 
     def layer(x: jax.Array, w: QArray, ids: jax.Array, weights: jax.Array, gate: QArray, down: QArray) -> jax.Array:
         out = linear(x, w, layer=1, impl="xla")
         return experts(out, ids, weights, gate, gate, down, layer=1, total_experts=4, impl="xla")
 
-    traced = jax.jit(layer).trace(x, abstract_weight(2, 64, 64, bits=8), ids, weights, gate, down)
+    traced = jax.jit(layer).trace(x, abstract_weight(2, 64, 64, scheme=scheme), ids, weights, gate, down)
     found = list(products(traced.jaxpr))
     assert {operand_dtypes(equation) for _, equation in found} == {(jnp.dtype(jnp.int8), jnp.dtype(jnp.int8))}
     assert len(found) == check_integer_dots(traced.jaxpr)

@@ -11,7 +11,7 @@ from jaxmoe.demo.checkpoint import dense_reference, make_demo_model
 from jaxmoe.demo.source import find_gguf, read_source
 from tests import tiny
 from tests.golden.reference import path, summary, torch_logits
-from tests.running import run_logits, runner_of, scratch, step_with_experts, tiny_folder
+from tests.running import run_logits, runner_of, scratch, step, step_with_experts, tiny_folder
 from tests.tolerances import TOLERANCES
 
 torch = pytest.importorskip("torch", reason="parity compares with transformers, which needs torch")
@@ -21,6 +21,15 @@ pytestmark = [
     # transformers warns about its own keys: rope 'alpha' of Hunyuan is one that it does not list.
     pytest.mark.filterwarnings("default"),
 ]
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no qk norm": ("glm4_moe", {"use_qk_norm": False}),
@@ -39,6 +48,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan lists": ("hunyuan_v1_moe", {"moe_topk": [3, 3, 3]}),
     "hunyuan heads of their own": ("hunyuan_v1_moe", {"num_key_value_heads": 4}),
     "hunyuan one key head": ("hunyuan_v1_moe", {"num_key_value_heads": 1}),
+    "sliding windows everywhere": ("mixtral", {"sliding_window": 5}),
+    "sliding windows here and there": (
+        "dots1",
+        {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "full attention everywhere": ("gpt_oss", {"layer_types": ["full_attention"] * 4}),
+    "softmax without renormalisation": ("qwen3_moe", {"norm_topk_prob": False}),
+    "softmax with renormalisation": ("olmoe", {"norm_topk_prob": True}),
+    "minimax rotates whole heads": ("minimax_m2", {"rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}}),
+    "queries without a latent": ("deepseek_v3", {"q_lora_rank": None}),
+    "v2 queries without a latent": ("deepseek_v2", {"q_lora_rank": None}),
+    "v2 one group": ("deepseek_v2", {"topk_group": 1}),
+    "v2 greedy": ("deepseek_v2", {"topk_method": "greedy", "num_experts_per_tok": 3}),
+    "pairs of halves": ("deepseek_v3", {"rope_interleave": False}),
+    "case 73 mscales differ": ("deepseek_v3", {"rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 1.2}}),
+    "case 73 mscales missing": ("deepseek_v3", {"rope_parameters": _YARN}),
+    "case 73 mscales zero": ("deepseek_v3", {"rope_parameters": {**_YARN, "mscale": 0.0, "mscale_all_dim": 0.0}}),
+    "case 73 one mscale": ("deepseek_v32", {"rope_parameters": {**_YARN, "mscale_all_dim": 1.0}}),
+    "lite with groups": ("glm4_moe_lite", {"n_group": 2, "topk_group": 1}),
+    "every layer has an indexer": ("glm_moe_dsa", {"indexer_types": ["full"] * 6}),
+    "one layer has an indexer": ("hy_v4", {"indexer_types": ["full", *["shared"] * 5]}),
+    "no clamp": ("hy_v4", {"swiglu_limit": 0.0}),
+    "two streams": ("hy_v4", {"hc_mult": 2}),
 }
 
 
@@ -57,6 +89,27 @@ def test_variants(name: str) -> None:
     assert error <= TOLERANCES["golden_logits"].value
     base = run_logits(tiny_folder(VARIANTS[name][0]), ids)
     assert np.abs(ours - base).max() > TOLERANCES["leaf_matters"].value, "the option changes nothing"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "gpt_oss"])
+def test_case_72_far_positions(family: str) -> None:
+    """Yarn far beyond the original 64 positions: an error in a factor grows with the position."""
+    ids = np.random.default_rng(3).integers(3, 256, (1, 320))
+    runner = runner_of(tiny_folder(family), rows=1, context=320)
+    ours, theirs = step(runner, ids, 0, 320, bucket=320), torch_logits(tiny_folder(family), ids)
+    for position in (0, 1, 64, 200, 319):
+        error = float(np.abs(ours[0, position] - theirs[0, position]).max())
+        assert error <= TOLERANCES["golden_logits"].value, position
+
+
+@pytest.mark.parametrize("family", ["hy_v4", "glm_moe_dsa", "glm4_moe_lite"])
+def test_what_differs_from_transformers_is_small_or_known(family: str) -> None:
+    """Norms on latents with the config's eps instead of 1e-6: 1e-4 at most; hy_v4 also pairs other dims."""
+    ids = tiny.token_ids()
+    ours = run_logits(tiny_folder(family), ids)
+    difference = float(np.abs(ours - torch_logits(tiny_folder(family), ids, as_deployed=False)).max())
+    print(f"{family}: {difference:.1e}")
+    assert difference > 0.1 if family == "hy_v4" else difference < 1e-3
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)

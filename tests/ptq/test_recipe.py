@@ -11,21 +11,28 @@ from jaxmoe.errors import ConfigError, RecipeError
 from jaxmoe.nn.param import Role
 from jaxmoe.ptq.recipe import Recipe, Rule, load_recipe, match_recipe, schemes_of_matches
 from jaxmoe.quant.scheme import Scheme
+from jaxmoe.weights.formats import FLOAT_ROLES as FORMAT_FLOAT_ROLES
 from tests import tiny
 
 SHIPPED = sorted(path.stem for path in asset("configs", "quant").glob("*.toml"))
 GLM = tiny.manifest_of(tiny.CONFIGS["glm4_moe"])
-FLOAT_ROLES = (
-    "embed",
-    "head",
-    "norm",
-    "router",
-    "router.bias",
+_FLOAT_BY_CHOICE = (
     "attention.q",
     "attention.k",
-    "attention.bias",
-    "attention.norm",
+    "attention.q_a",
+    "attention.q_b",
+    "attention.kv_a",
+    "indexer.q",
+    "indexer.k",
 )
+FLOAT_ROLES = (*sorted(FORMAT_FLOAT_ROLES), *_FLOAT_BY_CHOICE)
+ROUTED = ("experts.gate", "experts.up", "experts.down")
+SCHEMES = {
+    "w8a8-g128": ("w8a8-g128", "w8a8-g128"),
+    "w8a16-g128": ("w8a16-g128", "w8a16-g128"),
+    "w4a8-experts": ("w4a8-g128", "w8a8-g128"),
+}
+"""Shipped recipe -> schemes of routed experts and of everything else that is quantised."""
 OTHERS = tuple(role for role in get_args(Role) if role not in FLOAT_ROLES)
 
 
@@ -37,7 +44,7 @@ GOOD = recipe((FLOAT_ROLES, "float"), (OTHERS, "w8a8-g128"))
 
 
 def test_something_is_shipped() -> None:
-    assert {"w8a8-g128", "w8a16-g128"} <= set(SHIPPED)
+    assert set(SHIPPED) == set(SCHEMES)
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
@@ -49,13 +56,15 @@ def test_shipped_recipes_fit_every_family(name: str, family: str) -> None:
     schemes = schemes_of_matches(match_recipe(loaded, manifest))
     assert list(schemes) == [entry.path for entry in manifest.entries]
     for entry in manifest.entries:
-        expected = None if entry.role in FLOAT_ROLES else name
+        expected = None if entry.role in FLOAT_ROLES else SCHEMES[name][entry.role not in ROUTED]
         scheme = schemes[entry.path]
         assert (None if scheme is None else scheme.name) == expected, entry.path
 
 
 def test_unknown_recipe_lists_the_known_ones() -> None:
-    with pytest.raises(RecipeError, match="no recipe 'w4a4'; known are .*w8a16-g128, w8a8-g128.*or give a .toml file"):
+    with pytest.raises(
+        RecipeError, match="no recipe 'w4a4'; known are w4a8-experts, w8a16-g128, w8a8-g128.*or give a .toml file"
+    ):
         load_recipe("w4a4")
 
 
@@ -117,7 +126,7 @@ def test_rule_that_matches_nothing() -> None:
         match_recipe(replace(absent, rule=(*absent.rule, Rule(roles=("router.bias",), scheme="float"))), hunyuan)
 
 
-@pytest.mark.parametrize("role", ["norm", "router", "router.bias", "attention.bias", "attention.norm", "embed", "head"])
+@pytest.mark.parametrize("role", sorted(FORMAT_FLOAT_ROLES))
 def test_roles_that_always_stay_float(role: str) -> None:
     wrong = replace(GOOD, rule=(Rule(roles=(role,), scheme="w8a8-g128"), *GOOD.rule))
     with pytest.raises(RecipeError, match=f"recipe mine: rule 1 quantises {role}, which always stay float"):
@@ -133,5 +142,5 @@ def test_illegal_group_size_names_rule_and_tensor(scheme: str) -> None:
 
 
 def test_unknown_scheme() -> None:
-    with pytest.raises(RecipeError, match="rule 2 for tensor .*: unknown scheme 'w4a8-g128'"):
-        match_recipe(recipe((FLOAT_ROLES, "float"), (OTHERS, "w4a8-g128")), GLM)
+    with pytest.raises(RecipeError, match="rule 2 for tensor .*: unknown scheme 'w3a8-g128'"):
+        match_recipe(recipe((FLOAT_ROLES, "float"), (OTHERS, "w3a8-g128")), GLM)

@@ -1,9 +1,11 @@
 """The stream: what it writes is the source rounded to nearest, complete or absent, and the same bytes every time."""
 
+import dataclasses
 import hashlib
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,19 @@ import numpy as np
 import pytest
 
 from jaxmoe.errors import ConfigError, WeightsError
-from jaxmoe.ptq.recipe import load_recipe
+from jaxmoe.ptq.recipe import Recipe, load_recipe
 from jaxmoe.ptq.stream import check_output, matched_table, output_specs, prepare, quantize
-from jaxmoe.weights.load import open_model
+from jaxmoe.weights.cells import hub_cells, own_cells
+from jaxmoe.weights.encodings import Plain
+from jaxmoe.weights.formats import QuantizationConfig
+from jaxmoe.weights.load import ModelFiles, open_model
+from jaxmoe.weights.packing import pairs_to_int8
 from jaxmoe.weights.safetensors import open_checkpoint
-from jaxmoe.weights.writer import CheckpointWriter, TensorSpec
 from tests import tiny
+from tests.running import tiny_folder
+from tests.weights import encoders
+from tests.weights.test_cells import expected as view_of
+from tests.weights.test_formats import encoded
 
 GLM = {**tiny.CONFIGS["glm4_moe"], "hidden_size": 160}
 """160 inputs: a whole group of 128 and a ragged one of 32."""
@@ -87,9 +96,9 @@ def own(source: Path, tmp_path: Path) -> Path:
 
 def test_result_opens(result: Path) -> None:
     files = open_model(result)
-    assert files.quantization is not None and files.quantization.kv_cache == "int8"
+    assert isinstance(files.quantization, QuantizationConfig) and files.kv_cache == "int8"
     by_role = {entry.role: files.schemes.get(entry.path) for entry in files.manifest.entries}
-    assert {role for role, scheme in by_role.items() if scheme is None} == set(RECIPE.rule[0].roles)
+    assert {role for role, scheme in by_role.items() if scheme is None} == set(RECIPE.rule[0].roles) & set(by_role)
     assert {scheme.name for scheme in by_role.values() if scheme is not None} == {"w8a8-g128"}
 
 
@@ -143,6 +152,7 @@ def test_report(source: Path, result: Path) -> None:
     before, after = open_checkpoint(source), open_checkpoint(result)
     assert report["recipe"]["name"] == "w8a8-g128"
     assert report["source"] == {
+        "format": "float",
         "config_sha256": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
         "bytes": sum(meta.nbytes for meta in before.tensors.values()),
         "tensors": len(before.tensors),
@@ -214,8 +224,16 @@ def test_output_that_is_there_already(source: Path, result: Path, tmp_path: Path
 
 
 def test_quantised_source(result: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is quantised already \(jaxmoe\); give the float checkpoint"):
+    message = r"is quantised already \(jaxmoe\): its weights are integers; give the checkpoint that it was made from"
+    with pytest.raises(ConfigError, match=message):
         prepare(result, RECIPE)
+
+
+@pytest.mark.parametrize("kind", encoders.SCHEMES)
+def test_source_with_integers(kind: str) -> None:
+    method = "ascend" if kind == "ascend" else "compressed-tensors"
+    with pytest.raises(ConfigError, match=rf"is quantised already \({method}\): its weights are integers"):
+        prepare(encoded(kind)[0], RECIPE)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -248,20 +266,175 @@ def test_expert_of_zeros(own: Path, tmp_path: Path) -> None:
     assert report["zero_groups"] == groups
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.gate.weight", "model.norm.weight", "model.embed_tokens.weight"])
+def test_what_stays_float_and_is_not_finite(own: Path, tmp_path: Path, name: str, value: float) -> None:
+    weight = open_checkpoint(own).read(name).copy()
+    weight.reshape(-1)[-1] = value
+    change(own, name, weight)
+    with pytest.raises(WeightsError, match=f"^{name}: the source holds NaN or infinite values; they would stay"):
+        quantize(prepare(own, RECIPE), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def result_of(folder: Path, out: Path, recipe: Recipe = RECIPE) -> ModelFiles:
+    job = prepare(folder, recipe)
+    quantize(job, out)
+    files = open_model(out)
+    tensors = files.checkpoint.tensors
+    assert {spec.name: spec.nbytes for spec in output_specs(job)} == {m.name: m.nbytes for m in tensors.values()}
+    assert sum(row.result_bytes for row in matched_table(job)) == job.result_bytes == files.tensor_bytes
+    assert sum(row.source_bytes for row in matched_table(job)) == job.source_bytes
+    return files
+
+
+def check_rounded(before: ModelFiles, after: ModelFiles, exact: Mapping[str, np.ndarray]) -> None:
+    """Every tensor of a result is the source's values rounded to nearest, or those values.
+
+    Args:
+        before: the source.
+        after: the result.
+        exact: values of the source's logical tensors.
+    """
+    names = set()
+    for entry in before.manifest.entries:
+        scheme = after.schemes.get(entry.path)
+        assert after.manifest[entry.path].hub == entry.own, entry.path
+        values = np.empty(entry.shape, np.float32)
+        for position, name in entry.tensors():
+            values[position] = view_of(exact[name].astype(np.float32), entry.view, bias=entry.role == "experts.bias")
+        for position, name in entry.own_tensors():
+            names |= {name} if scheme is None else {name, f"{name}_scale"}
+            found = after.checkpoint.read(name)
+            if scheme is None:
+                expected = values[position].astype(found.dtype)
+                assert found.tobytes() == expected.tobytes(), name
+            else:
+                q, scale = round_to_nearest(values[position])
+                np.testing.assert_array_equal(found, q, err_msg=name)
+                np.testing.assert_array_equal(after.checkpoint.read(f"{name}_scale"), scale, err_msg=name)
+    assert names == set(after.checkpoint.tensors)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in encoders.WRITERS if kind not in encoders.SCHEMES])
+def test_source_that_is_decoded(tmp_path: Path, kind: str) -> None:
+    """Rounded from its exact values; what stays float is bfloat16 where it was decoded, and copied where not."""
+    folder, exact = encoded(kind)
+    before = open_model(folder)
+    after = result_of(folder, tmp_path / "out")
+    check_rounded(before, after, exact)
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert config["quantization_config"]["quant_method"] == "jaxmoe"
+    assert "quantization_config" not in config.get("text_config", {})
+    report = json.loads((tmp_path / "out" / "jaxmoe_report.json").read_text(encoding="utf-8"))
+    methods = {"fp8": "fp8", "mxfp8": "modelopt", "mxfp4": "mxfp4", "int4": "compressed-tensors"}
+    assert report["source"]["format"] == methods[kind]
+    for entry in before.manifest.entries:
+        if after.schemes.get(entry.path) is not None:
+            continue
+        for hub, own in zip(hub_cells(entry), own_cells(entry), strict=True):
+            plain = isinstance(before.source.stored[hub.tensor].encoding, Plain)
+            stored = before.checkpoint.tensors[hub.tensor].dtype if plain else np.dtype(ml_dtypes.bfloat16)
+            assert after.checkpoint.tensors[own.tensor].dtype == stored, own
+
+
+@pytest.mark.parametrize("family", ["hy_v4", "gpt_oss", "deepseek_v3", "ernie4_5_moe"])
+def test_source_that_shares_tensors(tmp_path: Path, family: str) -> None:
+    """Fused, interleaved and transposed experts become tensors of their own; prediction blocks are rounded too."""
+    folder = tiny_folder(family)
+    before = open_model(folder)
+    exact = {name: before.checkpoint.read(name) for name in before.checkpoint.tensors}
+    after = result_of(folder, tmp_path / "out")
+    check_rounded(before, after, exact)
+    assert after.mtp_layers == before.mtp_layers == (1 if family in ("hy_v4", "deepseek_v3") else 0)
+    if after.mtp_layers:
+        assert after.schemes["mtp.block.ffn.up"] is not None and after.schemes.get("mtp.projection") is None
+
+
+def test_own_tensor_of_all_experts(tmp_path: Path) -> None:
+    """Where a family names no tensor for each expert, the result has one for all, written expert by expert."""
+    job = prepare(tiny_folder("hy_v4"), RECIPE)
+    down = job.files.manifest["moe.ffn.down"]
+    one = dataclasses.replace(down, own=down.hub)
+    matches = [dataclasses.replace(m, entry=one) if m.entry == down else m for m in job.matches]
+    quantize(dataclasses.replace(job, matches=tuple(matches)), tmp_path / "out")
+    before, after = job.files.checkpoint, open_checkpoint(tmp_path / "out")
+    name = "model.layers.3.mlp.experts.down_proj"
+    q, scale = round_to_nearest(before.read(name))
+    np.testing.assert_array_equal(after.read(name), q)
+    np.testing.assert_array_equal(after.read(f"{name}_scale"), scale)
+    report = json.loads((tmp_path / "out" / "jaxmoe_report.json").read_text(encoding="utf-8"))
+    names = [entry["name"] for entry in report["tensors"]]
+    assert len(set(names)) == len(names) and {f"{name}[{expert}]" for expert in range(8)} <= set(names)
+
+
+def test_fused_source_that_is_not_finite(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_folder("hy_v4"), tmp_path / "own"))
+    name = "model.layers.2.mlp.experts.gate_up_proj"
+    weight = open_checkpoint(folder).read(name).copy()
+    weight[5, -1, 3] = np.nan
+    change(folder, name, weight)
+    with pytest.raises(WeightsError, match=r"^model.layers.2.mlp.experts.gate_up_proj\[5\]: the source holds NaN"):
+        quantize(prepare(folder, RECIPE), tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v4"])
+def test_pieces_do_not_change_the_bytes(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three experts at a time, tables a few rows at a time."""
+    quantize(prepare(tiny_folder(family), RECIPE), tmp_path / "whole")
+    whole = prepare(tiny_folder(family), RECIPE).peak_bytes
+    monkeypatch.setattr("jaxmoe.ptq.stream._CHUNK_ELEMENTS", 3 * 32 * 64)
+    job = prepare(tiny_folder(family), RECIPE)
+    quantize(job, tmp_path / "pieces")
+    assert digest(tmp_path / "pieces") == digest(tmp_path / "whole")
+    assert job.peak_bytes < whole
+
+
+def test_four_bits(tmp_path: Path) -> None:
+    recipe = load_recipe("w4a8-experts")
+    before, after = open_model(tiny_folder("hy_v4")), result_of(tiny_folder("hy_v4"), tmp_path / "out", recipe)
+    entry = before.manifest["moe.ffn.up"]
+    scheme = after.schemes["moe.ffn.up"]
+    assert scheme is not None and scheme.weight_bits == 4
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    weight = before.checkpoint.read("model.layers.1.mlp.experts.gate_up_proj")[2, 32:]
+    scale = np.abs(weight).max(-1, keepdims=True) * np.float32(1 / 7)
+    np.testing.assert_array_equal(after.checkpoint.read(f"{name}_scale"), scale)
+    integers = pairs_to_int8(after.checkpoint.read(f"{name}_packed"), entry.shape[-1])
+    assert (np.abs(integers * scale - weight) <= scale * np.float32(0.5001)).all()
+    assert name not in after.checkpoint.tensors
+
+
+def test_files_that_describe_another_format_are_left_out(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(encoded("mxfp8")[0], tmp_path / "own"))
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "MXFP8"}}', encoding="utf-8")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    result_of(folder, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+
+
 def test_tensors_that_are_not_loaded_are_copied(tmp_path: Path) -> None:
-    """Multi-token-prediction layers follow the last block; the stream carries them along."""
-    plain = open_checkpoint(write_source(tmp_path / "plain"))
-    extra = {f"model.layers.3.{part}.weight": np.ones((4, 8), np.float32) for part in ("eh_proj", "enorm")}
+    """A vision tower, in whatever dtypes, and what transformers left behind."""
+    plain = open_checkpoint(tiny_folder("kimi_k25"))
+    extra = {
+        "vision_tower.patch_embed.weight": np.ones((4, 8), ml_dtypes.float8_e4m3fn),
+        "vision_tower.scale": np.full((), 2, np.float32),
+        "mm_projector.empty": np.ones((0, 3), np.float32),
+        "language_model.model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
+    }
     tensors = {name: plain.read(name) for name in plain.tensors} | extra
-    whole = tmp_path / "whole"
-    with CheckpointWriter(whole, [TensorSpec(name=n, dtype=a.dtype, shape=a.shape) for n, a in tensors.items()]) as out:
-        for name, array in tensors.items():
-            out.write(name, array)
-    shutil.copyfile(tmp_path / "plain" / "config.json", whole / "config.json")
+    config = json.loads((tiny_folder("kimi_k25") / "config.json").read_text(encoding="utf-8"))
+    whole = encoders.write(tmp_path / "whole", config, tensors)
+    calls: list[tuple[int, int]] = []
     job = prepare(whole, RECIPE)
-    assert job.files.unused and all(name.startswith("model.layers.3.") for name in job.files.unused)
-    quantize(job, tmp_path / "out")
+    assert job.files.not_loaded == tuple(sorted(extra))
+    quantize(job, tmp_path / "out", lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] == len(calls)
     after = open_model(tmp_path / "out")
-    assert after.unused == job.files.unused
-    for name in after.unused:
-        assert after.checkpoint.read(name).tobytes() == job.files.checkpoint.read(name).tobytes()
+    assert after.not_loaded == job.files.not_loaded
+    for name, array in extra.items():
+        found = after.checkpoint.read(name)
+        assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    rows = {row.role: row for row in matched_table(job)}
+    assert rows["(not loaded, copied)"].tensors == len(extra)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,13 @@ from jaxtyping import TypeCheckError
 from jaxmoe.errors import RecipeError
 from jaxmoe.quant.scheme import Scheme, parse_scheme
 
-SCHEMES = [Scheme(activation_bits=bits, group=group) for bits in (8, 16) for group in (32, 64, 128, 256, None)]
+SCHEMES = [
+    Scheme(weight_bits=weights, activation_bits=activations, group=group)
+    for weights in (4, 8)
+    for activations in (8, 16)
+    for group in (32, 64, 128, 256, None)
+    if weights == 8 or group is not None
+]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
@@ -29,7 +36,19 @@ def test_a_text_is_the_name_of_its_scheme_or_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "w8a8", "W8A8-g128", "w4a8-g128", "w8a4-g128", "w8a8-g", "w8a8-g-1", "w8a8-channel\n", " w8a8-g128"]
+    "text",
+    [
+        "",
+        "w8a8",
+        "W8A8-g128",
+        "w4a4-g128",
+        "w2a8-g128",
+        "w8a4-g128",
+        "w8a8-g",
+        "w8a8-g-1",
+        "w8a8-channel\n",
+        " w8a8-g128",
+    ],
 )
 def test_unknown_names_are_refused(text: str) -> None:
     with pytest.raises(RecipeError) as error:
@@ -62,7 +81,44 @@ def test_groups_cover_the_input_axis_once(group: int | None, size: int) -> None:
     assert (count - 1) * width < size <= count * width
 
 
-@pytest.mark.parametrize("fields", [{"weight_bits": 4}, {"activation_bits": 4}, {"group": 0}, {"group": -128}], ids=str)
+@pytest.mark.parametrize("activations", [8, 16])
+def test_4_bits_for_a_whole_row_are_refused(activations: int) -> None:
+    name = f"w4a{activations}-channel"
+    reason = "15 steps are too few for a whole row, so that 4-bit weights have one scale per 32, 64, 128 or 256 inputs"
+    with pytest.raises(RecipeError, match=f"scheme '{name}': no scheme has weight_bits=4 with group=None: {reason}"):
+        parse_scheme(name)
+    with pytest.raises(RecipeError, match=reason):
+        Scheme(weight_bits=4, group=13)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "values", "scales", "stored"),
+    [
+        ("w8a8-g128", np.int8, (2, 5, 300), (2, 5, 3), 3000 + 120),
+        ("w8a16-channel", np.int8, (2, 5, 300), (2, 5, 1), 3000 + 40),
+        ("w4a8-g128", np.uint8, (2, 5, 150), (2, 5, 3), 1500 + 120),
+        ("w4a16-g256", np.uint8, (2, 5, 150), (2, 5, 2), 1500 + 80),
+    ],
+)
+def test_what_is_stored(
+    scheme: str, dtype: type, values: tuple[int, ...], scales: tuple[int, ...], stored: int
+) -> None:
+    parsed, shape = parse_scheme(scheme), (2, 5, 300)
+    assert (parsed.values_dtype, parsed.values_shape(shape)) == (np.dtype(dtype), values)
+    assert (parsed.scales_shape(shape), parsed.stored_bytes(shape)) == (scales, stored)
+
+
+def test_an_odd_input_axis_has_no_pairs() -> None:
+    assert Scheme().values_shape((4, 13)) == (4, 13)
+    with pytest.raises(RecipeError) as error:
+        parse_scheme("w4a8-g32").stored_bytes((4, 13))
+    assert str(error.value) == (
+        "a weight of shape (4, 13) cannot be stored as w4a8-g32: 4-bit values are stored in pairs and its input axis "
+        "of 13 is odd; choose a scheme with 8-bit weights"
+    )
+
+
+@pytest.mark.parametrize("fields", [{"weight_bits": 5}, {"activation_bits": 4}, {"group": 0}, {"group": -128}], ids=str)
 def test_no_scheme_breaks_its_invariants(fields: dict[str, Any]) -> None:
     name, value = next(iter(fields.items()))
     with pytest.raises((RecipeError, TypeCheckError), match=f"{name}(=|'[^=]*: ){value}"):

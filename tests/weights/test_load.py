@@ -1,7 +1,6 @@
 """Opening and loading a model: complete or refused by name, and every element where the plan puts it."""
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -23,27 +22,17 @@ from jaxmoe.quant.scheme import parse_scheme
 from jaxmoe.weights.formats import FLOAT_ROLES, describe, read_quantization, schemes_of
 from jaxmoe.weights.load import ModelFiles, load_leaves, open_model
 from jaxmoe.weights.safetensors import open_checkpoint
-from jaxmoe.weights.writer import CheckpointWriter, TensorSpec
 from tests import tiny
 from tests.running import BUCKET_TOKENS, plan_for, run_logits, runner_of, scratch, step, tiny_folder
 from tests.tolerances import TOLERANCES
+from tests.weights.encoders import write
 
 GLM, HUNYUAN = "glm4_moe", "hunyuan_v1_moe"
-FAMILIES = tuple(tiny.CONFIGS)
+FAMILIES = (GLM, HUNYUAN)
+"""Other families, with fused tensors and prediction blocks, are in test_formats."""
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 GROUP = 32
-
-
-def write(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, max_shard_bytes: int = 1 << 20
-) -> Path:
-    specs = [TensorSpec(name=name, dtype=array.dtype, shape=array.shape) for name, array in tensors.items()]
-    with CheckpointWriter(folder, specs, max_shard_bytes=max_shard_bytes) as writer:
-        for name, array in tensors.items():
-            writer.write(name, array)
-    (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-    return folder
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
@@ -130,7 +119,7 @@ def logits_of(runner: Runner, ids: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("folder_of", [tiny_folder, quantized_folder], ids=["float", "int8"])
 def test_a_complete_checkpoint_opens(family: str, folder_of: Callable[[str], Path]) -> None:
     files = open_model(folder_of(family))
-    assert files.manifest.config.family == family and files.unused == ()
+    assert files.manifest.config.family == family and files.not_loaded == ()
     assert files.tensor_bytes == sum(array.nbytes for array in tensors_of(files.folder).values())
 
 
@@ -224,11 +213,11 @@ def test_case_85_not_tied_with_a_head() -> None:
     assert (np.asarray(arrays["head.weight"]) != np.asarray(arrays["embed.weight"])).mean() > 0.9
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_case_86_not_tied_without_a_head(tmp_path: Path, family: str) -> None:
-    folder = changed(tiny_folder(family), tmp_path / "x", drop=(HEAD,))
+@pytest.mark.parametrize(("family", "head"), [(GLM, HEAD), (HUNYUAN, HEAD), ("kimi_k25", f"language_model.{HEAD}")])
+def test_case_86_not_tied_without_a_head(tmp_path: Path, family: str, head: str) -> None:
+    folder = changed(tiny_folder(family), tmp_path / "x", drop=(head,))
     assert refused(folder) == (
-        f"{folder}: 1 tensors are missing: {HEAD} (config.json says tie_word_embeddings = false; if the head is the "
+        f"{folder}: 1 tensors are missing: {head} (config.json says tie_word_embeddings = false; if the head is the "
         "embedding, set it to true)"
     )
 
@@ -237,7 +226,7 @@ def test_case_87_tied_with_the_embedding_as_its_head(tmp_path: Path) -> None:
     embedding = tensors_of(tiny_folder(GLM))[EMBED]
     folder = changed(tiny_folder(GLM), tmp_path / "x", add={HEAD: embedding}, config={"tie_word_embeddings": True})
     files = open_model(folder)
-    assert files.unused == () and "head.weight" not in load(files)
+    assert files.not_loaded == (HEAD,) and "head.weight" not in load(files)
 
 
 @pytest.mark.parametrize("row", [0, 255])
@@ -267,7 +256,7 @@ def test_case_87_tied_with_a_head_of_another_shape(tmp_path: Path, shape: tuple[
         (EXPERT, np.zeros((64, 32), np.float32), "has shape [64, 32], config.json asks for [32, 64]"),
         (EMBED, np.zeros((), np.float32), "has shape [], config.json asks for [256, 64]"),
         (EMBED, np.zeros((257, 64), np.float32), "has shape [257, 64], config.json asks for [256, 64]"),
-        (EXPERT, np.zeros((32, 64), np.int8), "is int8, expected float32 or float16 or bfloat16"),
+        (EXPERT, np.zeros((32, 64), np.int8), "is int8, expected float32 or float16 or bfloat16 (quantisation: float)"),
         (EXPERT, np.zeros((32, 64), np.float64), "is float64, expected float32 or float16 or bfloat16"),
     ],
 )
@@ -287,7 +276,7 @@ def test_another_shape_or_dtype_is_refused_by_name(tmp_path: Path, name: str, ar
         (
             "model.layers.1.mlp.gate.weight",
             np.zeros((8, 64), np.int8),
-            "is int8, expected float32 or float16 or bfloat16",
+            "is int8, expected float32 or float16 or bfloat16 (quantisation: jaxmoe)",
         ),
     ],
 )
@@ -315,24 +304,25 @@ def test_a_tensor_that_belongs_to_nothing_is_refused_by_name(tmp_path: Path, nam
 
 def test_frequencies_that_old_writers_left_behind_are_harmless(tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.rotary_emb.inv_freq"
-    assert open_model(changed(tiny_folder(GLM), tmp_path / "x", add={name: np.ones(4, np.float32)})).unused == ()
+    assert open_model(changed(tiny_folder(GLM), tmp_path / "x", add={name: np.ones(4, np.float32)})).not_loaded == (
+        name,
+    )
 
 
-def test_layers_for_multi_token_prediction_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    extra = {f"model.layers.3.{part}.weight": np.ones(64, np.float32) for part in ("eh_proj", "enorm", "hnorm")}
+def test_prediction_layers_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    extra = {f"model.layers.3.{part}.weight": np.ones(64, np.float32) for part in ("enorm", "hnorm")}
     config = {"num_nextn_predict_layers": 1}
-    with caplog.at_level(logging.WARNING, logger="jaxmoe"):
-        files = open_model(changed(tiny_folder(GLM), tmp_path / "x", add=extra, config=config))
-    assert files.unused == tuple(sorted(extra))
-    assert f"{files.folder}: 3 tensors of multi-token-prediction layers are not loaded" in caplog.text
-    loaded, plain = load(files), load(open_model(tiny_folder(GLM)))
-    assert set(loaded) == set(plain)
+    message = refused(changed(tiny_folder(GLM), tmp_path / "x", add=extra, config=config))
+    assert "tensors are missing: model.layers.3.eh_proj.weight" in message
 
 
-def test_more_blocks_than_config_json_says_are_no_prediction_layers(tmp_path: Path) -> None:
-    """Only `eh_proj` makes a layer past the last one a prediction layer: a model is never cut short in silence."""
-    message = refused(changed(tiny_folder(GLM), tmp_path / "x", config={"num_hidden_layers": 2}))
-    assert "belong to nothing in this model: model.layers.2." in message
+@pytest.mark.parametrize("prediction", [0, 1])
+def test_more_blocks_than_config_json_says_are_no_prediction_layers(tmp_path: Path, prediction: int) -> None:
+    """A model is never cut short in silence."""
+    config = {"num_hidden_layers": 2, "num_nextn_predict_layers": prediction}
+    message = refused(changed(tiny_folder(GLM), tmp_path / "x", config=config))
+    wrong = "are missing: model.layers.2.eh_proj" if prediction else "belong to nothing in this model: model.layers.2."
+    assert wrong in message
 
 
 # quantization_config.
@@ -347,7 +337,7 @@ def test_a_scale_that_is_not_positive_and_finite_is_refused_by_name(tmp_path: Pa
     files = open_model(changed(quantized_folder(GLM), tmp_path / "x", add={name: scale}))
     with pytest.raises(WeightsError) as caught:
         load(files, devices)
-    assert str(caught.value) == f"{name}: a scale is zero, negative, infinite or NaN (moe.ffn.up)"
+    assert str(caught.value) == f"{name}: a scale is zero, negative, infinite or NaN"
 
 
 def quantization_of(**changes: Any) -> dict[str, Any]:
@@ -358,8 +348,11 @@ def quantization_of(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("quantization", "kind", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, UnsupportedError, "quantisation method 'gptq' is not supported by this"),
-        ({"quant_method": "fp8"}, UnsupportedError, "quantisation method 'fp8' is not supported by this version, only"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            UnsupportedError,
+            "quantisation method 'gptq' is not supported; supported",
+        ),
         ({"bits": 8}, UnsupportedError, "quantisation method None is not supported"),
         ([], UnsupportedError, "quantisation method None is not supported"),
         ({"version": 2}, UnsupportedError, "quantization_config version 2, this version reads 1"),
@@ -598,8 +591,8 @@ def test_five_experts_on_eight_devices_do_not_change_the_logits() -> None:
 
 
 def relative_error(logits: np.ndarray, exact: np.ndarray) -> float:
-    """Root mean square of the error in standard deviations of the exact logits."""
-    return float(np.sqrt(np.mean((logits - exact) ** 2)) / exact.std())
+    """Median over tokens of the root mean square error, in standard deviations of the exact logits."""
+    return float(np.median(np.sqrt(np.mean((logits - exact) ** 2, axis=-1))) / exact.std())
 
 
 def test_bfloat16_runs_and_stays_near_float32() -> None:

@@ -243,6 +243,42 @@ def test_a_header_that_no_reader_accepts_is_not_planned(tmp_path: Path, monkeypa
         CheckpointWriter(tmp_path, [spec_of("a", array), spec_of("b", array)])
 
 
+def test_rows_written_in_pieces_are_the_whole_tensor(tmp_path: Path) -> None:
+    arrays = {"a": np.arange(35, dtype=np.float32).reshape(7, 5), "b": np.arange(6, dtype=np.int8)}
+    specs = [TensorSpec(name=name, dtype=array.dtype, shape=array.shape) for name, array in arrays.items()]
+    for name, pieces in (("whole", [7]), ("pieces", [1, 4, 2])):
+        with CheckpointWriter(tmp_path / name, specs) as writer:
+            start = 0
+            for count in pieces:
+                writer.write_rows("a", start, arrays["a"][start : start + count])
+                start += count
+            writer.write("b", arrays["b"])
+    files = [(tmp_path / name / "model-00001-of-00001.safetensors").read_bytes() for name in ("whole", "pieces")]
+    assert files[0] == files[1]
+    np.testing.assert_array_equal(open_checkpoint(tmp_path / "pieces").read("a"), arrays["a"])
+
+
+def test_rows_that_are_not_the_next_ones_are_refused(tmp_path: Path) -> None:
+    array = np.zeros((4, 3), np.float32)
+    writer = CheckpointWriter(tmp_path, [TensorSpec(name="a", dtype=array.dtype, shape=array.shape)])
+    writer.write_rows("a", 0, array[:2])
+    for start, rows in ((0, array[:2]), (3, array[:1]), (2, array), (2, array[:0]), (2, array[:2, :2])):
+        with pytest.raises(
+            WeightsError, match=r"'a' was declared as float32\[4, 3\], of which 2 rows are written; rows"
+        ):
+            writer.write_rows("a", start, rows)
+    with pytest.raises(WeightsError, match=r"rows 2 to 4 came as int8\[2, 3\]"):
+        writer.write_rows("a", 2, array[2:].astype(np.int8))
+    with pytest.raises(WeightsError, match="written as float32.* after 2 rows"):
+        writer.write("a", array)
+    with pytest.raises(WeightsError, match="1 of the 1 declared tensors were not written"):
+        writer.finish()
+    writer.write_rows("a", 2, array[2:])
+    with pytest.raises(WeightsError, match="tensor 'a' was already written"):
+        writer.write_rows("a", 4, array[:1])
+    writer.finish()
+
+
 def test_writes_that_do_not_match_the_declaration_are_refused(tmp_path: Path) -> None:
     array = random_array(np.dtype("f4"), (2, 3))
     writer = CheckpointWriter(tmp_path, [spec_of("a", array), spec_of("b", array)])

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxmoe.ops.dispatch import Impl
+from jaxmoe.ops.experts.activation import Activation
 from jaxmoe.ops.linear.xla import apply, grouped_int8_dot
 from jaxmoe.quant.int8 import quantize_slices
 from jaxmoe.quant.qarray import QArray, Weight
@@ -24,20 +25,29 @@ def tile_rows(tokens: int, top_k: int, total_experts: int) -> int:
     return min(_LARGEST_TILE, 1 << (mean - 1).bit_length())
 
 
-def swiglu_rows(x: Float[Array, "rows embed"], gate: Weight, up: Weight, down: Weight) -> Float32[Array, "rows embed"]:
-    """down(silu(gate(x)) * up(x)) for one expert; x is quantised once for gate and up."""
+def expert_rows(
+    x: Float[Array, "rows embed"],
+    gate: Weight,
+    up: Weight,
+    down: Weight,
+    *,
+    activation: Activation,
+    biases: tuple[jax.Array, jax.Array, jax.Array] | None,
+) -> Float32[Array, "rows embed"]:
+    """One expert's weights (and biases [width]) applied to rows; x is quantised once for gate and up."""
     if (
         isinstance(gate, QArray)
         and isinstance(up, QArray)
         and gate.scheme.activation_bits == up.scheme.activation_bits == 8
     ):
         xq, sx = quantize_slices(x)
-        gate_out = grouped_int8_dot(xq, gate.qvalue, gate.scale, group=gate.group) * sx[:, None]
-        up_out = grouped_int8_dot(xq, up.qvalue, up.scale, group=up.group) * sx[:, None]
+        gate_out, up_out = grouped_int8_dot(xq, gate) * sx[:, None], grouped_int8_dot(xq, up) * sx[:, None]
     else:
         gate_out, up_out = apply(x, gate), apply(x, up)
-    hidden = (jax.nn.silu(gate_out) * up_out).astype(x.dtype)
-    return apply(hidden, down)
+    if biases is None:
+        return apply(activation(gate_out, up_out).astype(x.dtype), down)
+    gate_bias, up_bias, down_bias = (bias.astype(jnp.float32)[None, :] for bias in biases)
+    return apply(activation(gate_out + gate_bias, up_out + up_bias).astype(x.dtype), down) + down_bias
 
 
 def _run(
@@ -50,6 +60,8 @@ def _run(
     *,
     layer: jax.Array | int,
     total_experts: int,
+    activation: Activation,
+    biases: tuple[jax.Array, jax.Array, jax.Array] | None,
 ) -> Float32[Array, "tokens embed"]:
     tokens, top_k = expert_ids.shape
     num_local = gate.shape[1]
@@ -71,7 +83,14 @@ def _run(
         expert = jnp.searchsorted(last_tile, index, side="right").astype(jnp.int32)
         offset = (index - first_tile[expert]) * tile + jnp.arange(tile, dtype=jnp.int32)
         pair = order[jnp.where(offset < counts[expert], first_row[expert] + offset, 0)]
-        rows = swiglu_rows(x[pair // top_k], gate[layer, expert], up[layer, expert], down[layer, expert])
+        rows = expert_rows(
+            x[pair // top_k],
+            gate[layer, expert],
+            up[layer, expert],
+            down[layer, expert],
+            activation=activation,
+            biases=jax.tree.map(lambda bias: bias[layer, expert], biases),
+        )
         return lax.dynamic_update_slice(out, rows, (index * tile, 0))
 
     tile_out = jnp.zeros((buffer_rows, x.shape[-1]), jnp.float32)

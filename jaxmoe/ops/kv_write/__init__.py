@@ -1,10 +1,10 @@
-"""kv_write: puts new keys and values into their pages, quantised when the pages are INT8.
+"""kv_write: puts new vectors into the pages of one table, quantised when the table is INT8.
 
 Contract
-    k, v       [tokens, kv_heads, head_dim] float; one scale per token and head (quant.int8.quantize_slices).
+    values     [tokens, heads, width] float; one scale per token and head (quant.int8.quantize_slices).
     page_ids   [tokens] int32; `num_pages` marks a padded token, which writes nothing. Never the null page.
     slots      [tokens] int32, 0..page_size-1.
-    The result aliases the input pages when the caller donates them.
+    The result aliases the input table when the caller donates it.
 """
 
 import jax
@@ -12,42 +12,36 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxmoe.ops import dispatch
 from jaxmoe.ops.dispatch import Impl
-from jaxmoe.ops.pages import KVPages
+from jaxmoe.ops.pages import Table
 from jaxmoe.quant.int8 import quantize_slices
 
 
-def _xla(
-    pages: KVPages, k: jax.Array, v: jax.Array, page_ids: jax.Array, slots: jax.Array, *, layer: jax.Array | int
-) -> KVPages:
+def _xla(table: Table, values: jax.Array, page_ids: jax.Array, slots: jax.Array, *, layer: jax.Array | int) -> Table:
     def write(array: jax.Array, value: jax.Array) -> jax.Array:
         return array.at[layer, page_ids, slots].set(value.astype(array.dtype), mode="drop")
 
-    if not pages.quantized:
-        return KVPages(k=write(pages.k, k), v=write(pages.v, v), k_scale=None, v_scale=None)
-    kq, ks = quantize_slices(k)
-    vq, vs = quantize_slices(v)
-    return KVPages(
-        k=write(pages.k, kq), v=write(pages.v, vq), k_scale=write(pages.k_scale, ks), v_scale=write(pages.v_scale, vs)
-    )
+    if not table.quantized:
+        return Table(data=write(table.data, values), scale=None)
+    data, scale = quantize_slices(values)
+    return Table(data=write(table.data, data), scale=write(table.scale, scale))
 
 
 IMPLS = (Impl(name="xla", run=_xla),)
 
 
 def kv_write(
-    pages: KVPages,
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    table: Table,
+    values: Float[Array, "tokens heads width"],
     page_ids: Int32[Array, " tokens"],
     slots: Int32[Array, " tokens"],
     *,
     layer: Int[Array, ""] | int,
     impl: str | None = None,
-) -> KVPages:
-    """Writes one layer's new keys and values.
+) -> Table:
+    """Writes one layer's new vectors.
 
     Raises:
         UnsupportedError: no implementation accepts the arguments.
     """
-    choice = dispatch.choose("kv_write", IMPLS, impl, pages, k, v, page_ids, slots, layer=layer)
-    return choice.impl.run(pages, k, v, page_ids, slots, layer=layer)
+    choice = dispatch.choose("kv_write", IMPLS, impl, table, values, page_ids, slots, layer=layer)
+    return choice.impl.run(table, values, page_ids, slots, layer=layer)

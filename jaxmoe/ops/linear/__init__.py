@@ -1,4 +1,4 @@
-"""linear: `x @ w.T (+ bias)` for a float weight, INT8 weights with INT8 activations, and weight-only INT8.
+"""linear: `x @ w.T (+ bias)` for a float weight, integer weights with INT8 activations, and weight-only integers.
 
 Contract
     x          [tokens, in] float; the result is [tokens, out] of x's dtype.
@@ -7,7 +7,8 @@ Contract
     W8A8       x is quantised per token (quant.int8.quantize_slices) to xq, sx. For each group g of the input axis, in
                ascending order, starting from the first term: acc += float32(sum_k xq[k] * wq[k]) * sw[g], the inner
                sum exact in INT32; then acc * sx (+ bias), then the cast to x's dtype.
-    W8A16      the weight is dequantised to float32 and multiplied as float.
+    W4A8       the same with the weight's 4-bit integers, widened to INT8.
+    W8A16      the weight is dequantised to float32 and multiplied as float; W4A16 likewise.
 """
 
 from jaxtyping import Array, Float, Int

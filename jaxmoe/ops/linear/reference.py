@@ -3,8 +3,8 @@
 import numpy as np
 
 
-def quantize_tokens(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Per-row INT8 grid of float32 rows [tokens, width]; the numpy twin of quant.int8.quantize_slices."""
+def quantize_tokens(x: np.ndarray, limit: int = 127) -> tuple[np.ndarray, np.ndarray]:
+    """Per-row grid -limit..limit of float32 rows [tokens, width]; the numpy twin of quant.int8.quantize_slices."""
     x = x.astype(np.float32)
     amax = np.abs(x).max(axis=-1)
     q = np.zeros(x.shape, np.int8)
@@ -13,10 +13,35 @@ def quantize_tokens(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if not np.isfinite(amax[index]):
             scale[index] = np.nan
         elif amax[index] >= np.float32(1e-30):
-            inverse = np.float32(127) / amax[index]
-            q[index] = np.clip(np.rint(x[index] * inverse), -127, 127).astype(np.int8)
-            scale[index] = amax[index] * np.float32(1 / 127)
+            inverse = np.float32(limit) / amax[index]
+            q[index] = np.clip(np.rint(x[index] * inverse), -limit, limit).astype(np.int8)
+            scale[index] = amax[index] * np.float32(1 / limit)
     return q, scale
+
+
+def pack_pairs(values: np.ndarray, group: int) -> np.ndarray:
+    """Inverse of `unpack_pairs`."""
+    size = values.shape[-1]
+    pairs = np.zeros((*values.shape[:-1], size // 2), np.uint8)
+    for start in range(0, size, group):
+        half = min(group, size - start) // 2
+        for index in range(half):
+            low, high = values[..., start + index], values[..., start + half + index]
+            pairs[..., start // 2 + index] = low % 16 + 16 * (high % 16).astype(np.uint8)
+    return pairs
+
+
+def unpack_pairs(pairs: np.ndarray, group: int) -> np.ndarray:
+    """Pairs [..., in / 2] of 4-bit values to int8 [..., in], one element at a time."""
+    size = 2 * pairs.shape[-1]
+    values = np.zeros((*pairs.shape[:-1], size), np.int8)
+    for start in range(0, size, group):
+        half = min(group, size - start) // 2
+        for index in range(2 * half):
+            byte = pairs[..., start // 2 + index % half]
+            nibble = byte % 16 if index < half else byte // 16
+            values[..., start + index] = np.where(nibble < 8, nibble, nibble.astype(np.int8) - 16)
+    return values
 
 
 def group_products(xq: np.ndarray, wq: np.ndarray, group: int) -> np.ndarray:
@@ -31,7 +56,10 @@ def group_products(xq: np.ndarray, wq: np.ndarray, group: int) -> np.ndarray:
 
 
 def w8a8(x: np.ndarray, wq: np.ndarray, scale: np.ndarray, group: int) -> np.ndarray:
-    """x [tokens, in] float32, wq [out, in] int8, scale [out, groups] float32 -> [tokens, out] float32."""
+    """x [tokens, in] float32, wq [out, in] int8, scale [out, groups] float32 -> [tokens, out] float32.
+
+    W4A8 is the same with the unpacked values.
+    """
     xq, sx = quantize_tokens(x)
     products = group_products(xq, wq, group)
     total = products[0].astype(np.float32) * scale[:, 0]

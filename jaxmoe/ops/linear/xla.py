@@ -3,6 +3,7 @@
 INT8: one `dot_general` INT8 x INT8 -> INT32 per group, unrolled, scaled and added in order. Measured on CPU (Zen 4, jax
 0.10.2): the unrolled form is 1.1 to 3 times faster than a grouped einsum, a batched dot or a scan at every row count;
 one row is padded to two, since XLA turns a one-row INT8 dot into a widening INT32 matrix-vector product (10x slower).
+4-bit weights are widened to INT8 group by group right before the product: as fast as INT8 weights (quant.int4).
 """
 
 import jax
@@ -17,25 +18,22 @@ from jaxmoe.quant.qarray import QArray, Weight
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
-def grouped_int8_dot(
-    xq: Int8[Array, "tokens in"],
-    wq: Int8[Array, "out in"],
-    scale: Float32[Array, "out groups"],
-    *,
-    group: int,
-) -> Float32[Array, "tokens out"]:
-    """Sum over groups, in ascending order, of the exact INT32 group product times the group's scale."""
-    tokens, size = xq.shape
+def grouped_int8_dot(xq: Int8[Array, "tokens in"], w: QArray) -> Float32[Array, "tokens out"]:
+    """Sum over groups, in ascending order, of the exact INT32 group product times the group's scale.
+
+    Args:
+        xq: quantised activations.
+        w: a single weight [out, in] of any integer width.
+    """
+    tokens = xq.shape[0]
     if tokens == 1:
         xq = jnp.pad(xq, ((0, 1), (0, 0)))
     total = None
-    for index in range(scale.shape[-1]):
-        start, stop = index * group, min((index + 1) * group, size)
-        part = lax.dot_general(
-            xq[:, start:stop], wq[:, start:stop], _CONTRACT_LAST, preferred_element_type=jnp.int32
-        ).astype(jnp.float32)
-        part = part * scale[None, :, index]
-        total = part if total is None else total + part
+    for index in range(w.scale.shape[-1]):
+        part = xq[:, index * w.group : (index + 1) * w.group]
+        product = lax.dot_general(part, w.group_integers(index), _CONTRACT_LAST, preferred_element_type=jnp.int32)
+        term = product.astype(jnp.float32) * w.scale[None, :, index]
+        total = term if total is None else total + term
     assert total is not None, "a weight has at least one group"
     return total[:tokens]
 
@@ -55,7 +53,7 @@ def apply(x: Float[Array, "tokens in"], w: Weight) -> Float32[Array, "tokens out
     if w.scheme.activation_bits == 16:
         return float_dot(x.astype(jnp.float32), w.dequantize())
     xq, sx = quantize_slices(x)
-    return grouped_int8_dot(xq, w.qvalue, w.scale, group=w.group) * sx[:, None]
+    return grouped_int8_dot(xq, w) * sx[:, None]
 
 
 def _run(

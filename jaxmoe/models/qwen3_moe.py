@@ -1,0 +1,35 @@
+"""qwen3_moe: Qwen3-30B-A3B, 235B-A22B, Coder. Source: transformers models/qwen3_moe (5.24.0)."""
+
+from jaxmoe.models.attention_config import read_attention
+from jaxmoe.models.common_config import expect_plain, read_decoder
+from jaxmoe.models.family import ConfigReader, Family
+from jaxmoe.models.names import GROUPED_QUERY, ROUTER, experts, family_rules
+from jaxmoe.nn.config import DecoderConfig, MoEConfig, RouterConfig
+
+
+def _read_config(reader: ConfigReader) -> DecoderConfig:
+    # A window acts only with use_sliding_window, which no release sets.
+    expect_plain(reader, "max_window_layers", "sliding_window")
+    reader.expect("use_sliding_window", False)
+    reader.expect("decoder_sparse_step", 1)
+    reader.expect("mlp_only_layers", [])
+    bias = reader.take("attention_bias", bool, False)
+    router = RouterConfig(
+        experts=reader.positive(reader.spelling("num_experts", "num_local_experts")),
+        top_k=reader.positive("num_experts_per_tok"),
+        score="softmax",
+        renormalize=reader.take("norm_topk_prob", bool),
+    )
+    return read_decoder(
+        reader,
+        family="qwen3_moe",
+        attention=read_attention(reader, bias=bias, out_bias=bias, qk_norm="before_rope"),
+        moe=MoEConfig(router=router, expert_ffn=reader.positive("moe_intermediate_size"), shared_ffn=0),
+    )
+
+
+FAMILY = Family(
+    name="qwen3_moe",
+    read_config=_read_config,
+    tensors=family_rules(moe={**GROUPED_QUERY, **ROUTER, **experts()}),
+)
