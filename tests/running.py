@@ -4,7 +4,7 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Sequence as Seq
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,8 @@ _PLANS: dict[str | None, Plan | None] = {None: None}
 """Plans by what tells them apart: a plan itself cannot be a key of the cache."""
 
 
-@cache
+# Not all for ever: each program keeps memory mappings, of which a process may have 65,530.
+@lru_cache(maxsize=48)
 def _runner(folder: Path, devices: int, kv_cache: Any, dtype: Any, rows: int, key: str | None, context: int) -> Runner:
     files = open_model(folder)
     plan = _PLANS[key] or plan_for(files.manifest.config.family, devices)

@@ -155,4 +155,24 @@ TOLERANCES: dict[str, Tolerance] = {
         value=0.6,
         reason="likewise with INT4 experts rounded to nearest: a step is a seventh of a group's largest weight",
     ),
+    "rounding_scale": Tolerance(
+        value=2e-6,
+        reason="relative; two float32 sums of up to 40 products of one sign, a quotient and a product of scales",
+    ),
+    "rounding_norm": Tolerance(
+        value=5e-7,
+        reason="relative to the weighted norm of the group; weights in units of their scale, a factor and the new "
+        "scale are each rounded to 24 bits, and the errors that are compared are float32 sums of 16",
+    ),
+    "gptq_scale": Tolerance(
+        value=2e-5,
+        reason="relative; the largest of a group of weights that carry the errors of up to 300 others, by float32 "
+        "products and a float32 factorisation of a Hessian with a condition of 1e4",
+    ),
+    "gptq_error": Tolerance(
+        value=0.02,
+        reason="relative, of the output error; float32 targets differ from float64 ones by up to 1e-4 of an INT8 step, "
+        "so that a few integers are rounded the other way and others make up for it",
+    ),
+    "shrink": Tolerance(value=1e-6, reason="relative; two products, a sum and a quotient in float32"),
 }

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=8, metavar="N", help="devices of the mesh")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="sharding plan")
     parser.add_argument("--recipe", help="recipe to plan for (default: as the checkpoint is, else float)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="float weights and activations (default: the profile's)"
+    )
     parser.add_argument("--memory", help="memory of one device, such as 64GiB: refuse what does not fit")
     add_engine_arguments(parser)
 
@@ -40,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
         schemes = schemes_of_matches(match_recipe(load_recipe(options.recipe), manifest))
     plan = choose_plan(config.family, options.devices, options.plan)
     engine = engine_config(options)
+    if options.dtype is not None:
+        engine = replace(engine, dtype=options.dtype)
     items = serve_items(
         manifest,
         schemes,
@@ -53,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     )
     ledger = Ledger(devices=plan.num_devices, items=tuple(items))
     out = console()
-    out.print(f"{config.family}, {describe_parameters(manifest)}, mesh {dict(plan.mesh)}")
+    out.print(f"{config.family}, {describe_parameters(manifest)}, mesh {dict(plan.mesh)}, {engine.dtype}")
     print_ledger(out, ledger, shared_host=False)
     per_token = kv_token_bytes(manifest, engine.kv_cache, plan)
     tokens = (engine.pages - 1) * engine.page_size

@@ -101,15 +101,21 @@ def read_dense_layers(reader: ConfigReader, default: Any = REQUIRED) -> int:
     return dense
 
 
-def read_sigmoid_router(reader: ConfigReader, groups_default: Any = 1, scaling_default: Any = REQUIRED) -> RouterConfig:
+def read_sigmoid_router(
+    reader: ConfigReader,
+    groups_default: Any = 1,
+    scaling_default: Any = REQUIRED,
+    scoring: tuple[str, ...] = ("sigmoid",),
+) -> RouterConfig:
     """The router of DeepSeek-V3 and its followers (R2): sigmoid scores, a correction bias, groups, renormalised.
 
     Args:
         reader: the config.
         groups_default: of `n_group` and `topk_group`, when the file does not say.
         scaling_default: of `routed_scaling_factor`, when the file does not say.
+        scoring: words of `scoring_func` that mean this router.
     """
-    reader.expect("scoring_func", "sigmoid")
+    reader.expect("scoring_func", *scoring)
     reader.expect("topk_method", "noaux_tc")
     reader.expect("moe_layer_freq", 1)
     reader.expect("moe_router_dtype", "float32")

@@ -27,7 +27,8 @@ def _read_config(reader: ConfigReader) -> DecoderConfig:
             qk_norm="before_rope",
             windows=read_windows(reader, kinds),
         ),
-        moe=read_moe(reader, read_sigmoid_router(reader, scaling_default=1.0)),
+        # Its code base calls the router by the name of the selection method.
+        moe=read_moe(reader, read_sigmoid_router(reader, scaling_default=1.0, scoring=("sigmoid", "noaux_tc"))),
     )
 
 

@@ -245,6 +245,7 @@ class ConfigReader:
 
 
 IGNORED_KEYS = (
+    "_attn_implementation_autoset",
     "_name_or_path",
     "architectures",
     "auto_map",
@@ -263,6 +264,7 @@ IGNORED_KEYS = (
     "seq_aux",
     "torch_dtype",
     "transformers_version",
+    "unsloth_fixed",
     "use_cache",
 )
 """Keys of any config.json that do not change the forward pass: tokens are read by the tokenizer side, losses and noise

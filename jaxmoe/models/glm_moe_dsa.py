@@ -32,7 +32,8 @@ def _read_config(reader: ConfigReader) -> DecoderConfig:
     expect_plain(reader)
     reader.expect("rope_interleave", True)
     reader.expect("indexer_rope_interleave", True)
-    full_layers = read_full_layers(reader, _scheduled_layers(reader))
+    scheduled = reader.has("index_topk_freq") or reader.has("index_topk_pattern")
+    full_layers = read_full_layers(reader, _scheduled_layers(reader), scheduled=scheduled)
     return read_decoder(
         reader,
         family="glm_moe_dsa",

@@ -25,6 +25,7 @@ _VISION = (
 def _read_config(reader: ConfigReader) -> DecoderConfig:
     text = reader.child("text_config")
     text.expect("model_type", "deepseek_v3", "kimi_k2")
+    text.expect("num_nextn_predict_layers", 0)
     config = read_latent_decoder(text, "kimi_k25")
     text.finish()
     reader.ignore(*IGNORED_KEYS, *_VISION)

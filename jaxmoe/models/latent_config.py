@@ -90,19 +90,26 @@ def read_indexer(
     )
 
 
-def read_full_layers(reader: ConfigReader, default: tuple[int, ...]) -> tuple[int, ...]:
+def read_full_layers(reader: ConfigReader, default: tuple[int, ...], *, scheduled: bool = False) -> tuple[int, ...]:
     """Layers with an indexer of their own, from `indexer_types`.
 
     Args:
         reader: the config.
         default: when the file does not list them.
+        scheduled: whether the default is the file's own, said in other words.
 
     Raises:
-        ConfigError: a list of another length, or a first layer that has no choice to reuse.
+        ConfigError: a list of another length, a list that contradicts the schedule, or a first layer that has no choice
+            to reuse.
         UnsupportedError: another kind of indexer.
     """
     kinds = reader.kinds("indexer_types", "full", "shared", layers=reader.positive("num_hidden_layers"))
     full = default if kinds is None else tuple(layer for layer, kind in enumerate(kinds) if kind == "full")
+    if scheduled and full != default:
+        raise ConfigError(
+            f"{reader.where}: indexer_types gives layers {list(full)} an indexer, the schedule (index_topk_*) gives it "
+            f"to {list(default)}; remove the one that is wrong"
+        )
     if full[:1] != (0,):
         raise ConfigError(f"{reader.where}: layer 0 shares an indexer, but there is no layer before it")
     return full

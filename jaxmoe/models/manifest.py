@@ -146,6 +146,11 @@ def stack_layers(family: Family, config: DecoderConfig, path: str) -> tuple[int,
     return config.attention.indexer.full_layers
 
 
+def stack_of_layer(config: DecoderConfig, layer: int) -> tuple[str, int]:
+    """The stack that a layer's block is in, and its place there."""
+    return ("dense", layer) if layer < config.dense_layers else ("moe", layer - config.dense_layers)
+
+
 def _choose_hub(rule: TensorRule, layers: tuple[int, ...], experts: int, present: Collection[str]) -> Hub:
     for hub in rule.hubs:
         if any(tensor in present for _, tensor in expand(hub.name, layers, experts)):

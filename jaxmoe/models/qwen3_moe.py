@@ -13,6 +13,10 @@ def _read_config(reader: ConfigReader) -> DecoderConfig:
     reader.expect("use_sliding_window", False)
     reader.expect("decoder_sparse_step", 1)
     reader.expect("mlp_only_layers", [])
+    # The Coder's file says what the others leave unsaid.
+    reader.expect("qkv_bias", False)
+    reader.expect("use_qk_norm", True)
+    reader.expect("shared_expert_intermediate_size", 0)
     bias = reader.take("attention_bias", bool, False)
     router = RouterConfig(
         experts=reader.positive(reader.spelling("num_experts", "num_local_experts")),

@@ -10,6 +10,7 @@ from jaxmoe.nn.norm import RMSNorm
 from jaxmoe.nn.param import ParamFactory
 from jaxmoe.nn.rotary import RopeTables
 from jaxmoe.nn.step import Layout, StepBatch
+from jaxmoe.nn.tap import tap
 from jaxmoe.ops.attention import attention
 from jaxmoe.ops.kv_write import kv_write
 from jaxmoe.ops.linear import linear
@@ -98,7 +99,7 @@ class GQAttention(nnx.Module):
                 window=jnp.asarray(cfg.windows, jnp.int32)[cache_layer] if cfg.windows else None,
                 sinks=self.sinks[...][layer] if cfg.sinks else None,
             )
-        out = gather_columns(out.reshape(tokens, -1), parallel.head_axes)
+        out = tap(gather_columns(out.reshape(tokens, -1), parallel.head_axes), "attention.o.in")
         out = linear(out, self.o[...], layer=layer, bias=self.o_bias[...] if cfg.out_bias else None)
         return gather_columns(out, parallel.head_axes), {**pages, "k": keys, "v": values}
 

@@ -11,6 +11,7 @@ from jaxmoe.nn.norm import RMSNorm
 from jaxmoe.nn.param import ParamFactory
 from jaxmoe.nn.rotary import RopeTables
 from jaxmoe.nn.step import Layout, StepBatch
+from jaxmoe.nn.tap import tap
 from jaxmoe.ops.kv_write import kv_write
 from jaxmoe.ops.latent_attention import latent_attention
 from jaxmoe.ops.linear import linear
@@ -123,5 +124,6 @@ class LatentAttention(nnx.Module):
         if cfg.gate:
             gate = jax.nn.sigmoid(linear(x, self.gate[...], layer=layer).astype(jnp.float32))
             out = (out.astype(jnp.float32) * gate).astype(x.dtype)
-        out = linear(gather_columns(out, parallel.head_axes), self.o[...], layer=layer)
+        out = tap(gather_columns(out, parallel.head_axes), "attention.o.in")
+        out = linear(out, self.o[...], layer=layer)
         return gather_columns(out, parallel.head_axes), pages, selected

@@ -18,6 +18,7 @@ from jaxmoe.nn.norm import RMSNorm
 from jaxmoe.nn.param import ParamFactory
 from jaxmoe.nn.rotary import RopeTables
 from jaxmoe.nn.step import Layout, StepBatch
+from jaxmoe.nn.tap import tap
 from jaxmoe.ops.pages import Pages
 from jaxmoe.parallel.exchange import ParallelContext
 
@@ -67,7 +68,7 @@ class Block(nnx.Module):
     ) -> tuple[State, jax.Array | None]:
         """The state after this block, and the expert ids (None for a dense block)."""
         x, gates = self.attention_hyper(state.x, layer) if self.has_hyper else (state.x, None)
-        normed = self.attention_norm(x, layer)
+        normed = tap(self.attention_norm(x, layer), "attention.in")
         where = {"layer": layer, "cache_layer": layer + first_layer, "layout": layout, "parallel": parallel}
         if isinstance(self.attention, GQAttention):
             mixed, pages = self.attention(normed, state.pages, batch, rope, **where)
@@ -76,7 +77,7 @@ class Block(nnx.Module):
             mixed, pages, selected = self.attention(normed, state.pages, batch, rope, state.selected, indexer, **where)
         stream = state.x + mixed if gates is None else write(state.x, mixed, gates)
         x, gates = self.ffn_hyper(stream, layer) if self.has_hyper else (stream, None)
-        normed = self.ffn_norm(x, layer)
+        normed = tap(self.ffn_norm(x, layer), "ffn.in")
         if isinstance(self.ffn, MoE):
             out, ids = self.ffn(normed, batch.positions >= 0, layer=layer, parallel=parallel)
         else:

@@ -5,6 +5,7 @@ Bytes are of one device; on emulated devices, which share one host and one copy 
 adds them up.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,6 +21,7 @@ from jaxmoe.nn.config import AttentionConfig, DecoderConfig
 from jaxmoe.nn.step import Layout
 from jaxmoe.ops.attention.blocks import BLOCK_KEYS
 from jaxmoe.ops.experts.xla import tile_rows
+from jaxmoe.ops.index_select.xla import BLOCK_INDEX_KEYS
 from jaxmoe.ops.latent_attention import choose_form
 from jaxmoe.ops.latent_attention.xla import BLOCK_SELECTED, TILE_QUERIES
 from jaxmoe.ops.pages import KVDtype, TableSpec, abstract_pages, pages_bytes
@@ -139,18 +141,24 @@ def workspace_bytes(manifest: Manifest, plan: Plan, layout: Layout, itemsize: in
     """
     config = manifest.config
     tokens, ranks = layout.tokens, plan.ways("experts")
-    gathered = tokens * ranks
+    gathered = tokens * _row_ways(plan, "experts")
     router = config.moe.router
     slots = -(-router.experts // ranks)
     tile = tile_rows(gathered, router.top_k, router.experts)
     tile_buffer = (gathered * min(router.top_k, slots) // tile + slots) * tile
     experts = (tile_buffer + 2 * gathered) * config.embed * 4 + gathered * config.embed * itemsize
     vocab_part = -(-config.vocab // plan.ways("vocab"))
-    logits = layout.logit_rows * plan.ways("vocab") * vocab_part * 4 * 3
+    logits = layout.logit_rows * _row_ways(plan, "vocab") * vocab_part * 4 * 3
     streams = 1 if config.hyper is None else config.hyper.streams
     residual = 2 * tokens * config.embed * streams * itemsize
     attention = _attention_bytes(config, plan, layout, table_tokens)
     return residual + max(experts, attention, logits)
+
+
+def _row_ways(plan: Plan, axis: str) -> int:
+    """Devices whose rows meet where `axis` is split: those along mesh axes that split rows too."""
+    rows = plan.mesh_axes("tokens")
+    return math.prod(plan.mesh[name] for name in plan.mesh_axes(axis) if name in rows)
 
 
 def _attention_bytes(config: DecoderConfig, plan: Plan, layout: Layout, table_tokens: int) -> int:
@@ -171,8 +179,8 @@ def _attention_bytes(config: DecoderConfig, plan: Plan, layout: Layout, table_to
         return (keys + queries + 2 * tokens * heads * BLOCK_KEYS) * 4
     tile = min(TILE_QUERIES, tokens)
     gathered = tile * BLOCK_SELECTED * (width + lora) + 2 * tile * heads * BLOCK_SELECTED
-    # Scores of all keys that fit, then their sorted copy with its order; per head only one block at a time.
-    index = 3 * tokens * table_tokens + 2 * tokens * indexer.heads * BLOCK_KEYS
+    # Products of one block with all index heads, and the best so far against the block's scores, twice with places.
+    index = tokens * indexer.heads * BLOCK_INDEX_KEYS + 4 * tokens * (indexer.top_k + BLOCK_INDEX_KEYS)
     return (max(gathered + 3 * tokens * heads * width, index) + tokens * indexer.top_k) * 4
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from jaxmoe.assets import asset
 from jaxmoe.decode import decode, read_toml
@@ -15,6 +15,22 @@ from jaxmoe.quant.scheme import Scheme, parse_scheme
 from jaxmoe.weights.formats import FLOAT_ROLES
 
 FLOAT = "float"
+Rounding = Literal["nearest", "ssz"]
+"""To nearest with the group's largest magnitude as the end of the grid, or with the scale that makes the error weighted
+by the importance of input channels smallest (needs calibration)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRecipe:
+    """What a calibrated recipe does before it rounds."""
+
+    smooth: float | None = None
+    """Share of the difficulty of large activation channels that moves into the weights; absent: none."""
+    samples: int = 512
+    min_tokens: int = 1024
+    max_tokens: int = 4096
+    expert_tokens: int = 256
+    """Tokens that an expert should see; the report names those that saw fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +40,7 @@ class Rule:
     roles: tuple[str, ...]
     scheme: str
     """A scheme name, or 'float': copied as it is."""
+    rounding: Rounding = "nearest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +51,8 @@ class Recipe:
     rule: tuple[Rule, ...]
     kv_cache: KVDtype = "int8"
     """How keys and values are stored when the result is served."""
+    calibration: CalibrationRecipe | None = None
+    """Absent: the recipe needs no data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +63,7 @@ class Match:
     rule: int
     """Index of the rule."""
     scheme: Scheme | None
+    rounding: Rounding = "nearest"
 
 
 def load_recipe(name: str | Path) -> Recipe:
@@ -72,13 +92,14 @@ def match_recipe(recipe: Recipe, manifest: Manifest) -> tuple[Match, ...]:
             quantised, or an illegal scheme; the rule and a tensor are named.
     """
     _check_roles(recipe)
+    _check_calibration(recipe)
     by_role = _schemes_by_role(recipe, manifest)
     matches = []
     for entry in manifest.entries:
         if entry.role not in by_role:
             raise RecipeError(f"recipe {recipe.name}: no rule lists role {entry.role!r} (tensor {_example(entry)})")
         rule, scheme = by_role[entry.role]
-        matches.append(Match(entry=entry, rule=rule, scheme=scheme))
+        matches.append(Match(entry=entry, rule=rule, scheme=scheme, rounding=recipe.rule[rule].rounding))
     used = {match.rule for match in matches}
     for index, rule in enumerate(recipe.rule):
         if index not in used:
@@ -105,6 +126,18 @@ def _check_roles(recipe: Recipe) -> None:
             raise RecipeError(
                 f"recipe {recipe.name}: rule {index + 1} quantises {', '.join(forbidden)}, which always stay float"
             )
+
+
+def _check_calibration(recipe: Recipe) -> None:
+    weighted = [str(index + 1) for index, rule in enumerate(recipe.rule) if rule.rounding != "nearest"]
+    if weighted and recipe.calibration is None:
+        raise RecipeError(
+            f"recipe {recipe.name}: rule {', '.join(weighted)} rounds by the importance of channels, which needs a "
+            "[calibration] table"
+        )
+    smooth = None if recipe.calibration is None else recipe.calibration.smooth
+    if smooth is not None and not 0 < smooth <= 1:
+        raise RecipeError(f"recipe {recipe.name}: smooth = {smooth} is not in (0, 1]")
 
 
 def _schemes_by_role(recipe: Recipe, manifest: Manifest) -> Mapping[str, tuple[int, Scheme | None]]:

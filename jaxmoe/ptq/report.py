@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,7 +54,13 @@ class TensorReport:
 
 
 def build_report(
-    *, source: ModelFiles, recipe: Recipe, tensors: Sequence[TensorReport], source_bytes: int, result_bytes: int
+    *,
+    source: ModelFiles,
+    recipe: Recipe,
+    tensors: Sequence[TensorReport],
+    source_bytes: int,
+    result_bytes: int,
+    calibration: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The object of jaxmoe_report.json."""
     ratios = [t.sqnr_db for t in tensors if t.sqnr_db is not None]
@@ -69,6 +75,7 @@ def build_report(
             "bytes": source_bytes,
             "tensors": len(source.checkpoint.tensors),
         },
+        "calibration": None if calibration is None else dict(calibration),
         "result_bytes": result_bytes,
         "sqnr_db": {
             "mean": float(np.mean(ratios)) if ratios else None,

@@ -6,10 +6,11 @@ A source in FP8, MXFP8, INT4 or MXFP4 is decoded on the way. What stays float is
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,15 @@ import ml_dtypes
 import numpy as np
 
 from jaxmoe.decode import read_json
-from jaxmoe.errors import ConfigError, WeightsError
+from jaxmoe.errors import ConfigError, RecipeError, WeightsError
 from jaxmoe.models.leaves import scale_name
 from jaxmoe.models.manifest import Entry
-from jaxmoe.ptq.recipe import Match, Recipe, match_recipe, schemes_of_matches
+from jaxmoe.ptq.observe import TreatmentStore, importance_of, scale_rows, scale_weight
+from jaxmoe.ptq.recipe import Match, Recipe, Rounding, match_recipe, schemes_of_matches
 from jaxmoe.ptq.report import TensorReport, build_report
-from jaxmoe.quant.qarray import quantize_weight
+from jaxmoe.ptq.rounding import NearestOptions, method_of, round_weight
+from jaxmoe.ptq.rounding.ssz import SszOptions
+from jaxmoe.ptq.smooth import Treatment
 from jaxmoe.quant.scheme import Scheme
 from jaxmoe.weights.cells import Cell, cell_shape, hub_cells, own_cells
 from jaxmoe.weights.encodings import Plain, values_name
@@ -135,17 +139,30 @@ def matched_table(job: Job) -> list[MatchedRow]:
     ]
 
 
-def quantize(job: Job, out: Path, progress: Progress | None = None) -> None:
+def quantize(
+    job: Job,
+    out: Path,
+    progress: Progress | None = None,
+    *,
+    treatments: TreatmentStore | None = None,
+    calibration: Mapping[str, Any] | None = None,
+) -> None:
     """Writes the quantised checkpoint folder.
+
+    With treatments (of `observe`), weights are smoothed before they are rounded, and rules that ask for it round by
+    the importance of channels; `calibration` is what the report says of their data.
 
     All is written into `<out>.partial`, each shard fsynced and renamed, and the folder renamed at the end: what has the
     final name is complete.
 
     Raises:
         ConfigError: `out` exists and is not an empty folder.
+        RecipeError: the recipe is calibrated and there are no treatments.
         WeightsError: a source tensor is not finite or changed under our hands.
     """
     check_output(out)
+    if job.recipe.calibration is not None and treatments is None:
+        raise RecipeError(f"recipe {job.recipe.name} is calibrated: it needs the treatments of a first pass")
     partial_folder = out.with_name(f"{out.name}.partial")
     if partial_folder.exists():
         shutil.rmtree(partial_folder)
@@ -155,7 +172,7 @@ def quantize(job: Job, out: Path, progress: Progress | None = None) -> None:
     reports: list[TensorReport] = []
     with CheckpointWriter(partial_folder, output_specs(job), metadata={"format": "pt"}) as writer:
         for done, stage in enumerate(stages):
-            reports.extend(stage.run(job, writer))
+            reports.extend(stage.run(job, writer, treatments))
             if progress is not None:
                 progress(done + 1, total)
         for done, meta in enumerate(job._not_loaded(), start=len(stages)):
@@ -172,6 +189,7 @@ def quantize(job: Job, out: Path, progress: Progress | None = None) -> None:
         tensors=reports,
         source_bytes=job.source_bytes,
         result_bytes=job.result_bytes,
+        calibration=calibration,
     )
     write_text_atomic(partial_folder / "jaxmoe_report.json", json.dumps(report, indent=2) + "\n")
     write_text_atomic(partial_folder / "config.json", json.dumps(config, indent=2) + "\n")
@@ -224,28 +242,42 @@ class _Stage:
         elements = cell * min(len(self.cells), self._cells_at_once())
         return elements * (self._read_dtype(job).itemsize + _ROUND_BYTES) + cell * _FLOAT32.itemsize
 
-    def run(self, job: Job, writer: CheckpointWriter) -> list[TensorReport]:
+    def run(self, job: Job, writer: CheckpointWriter, treatments: TreatmentStore | None) -> list[TensorReport]:
+        position = self.cells[0][0].position
+        treatment = Treatment()
+        if treatments is not None and position:
+            treatment = treatments.get(self.match.entry, position[0])
         if self.match.scheme is None:
             for hub, own in self.cells:
-                self._keep(job, writer, hub, own)
+                self._keep(job, writer, hub, own, treatment)
             return []
         step = self._cells_at_once()
         return [
             report
             for start in range(0, len(self.cells), step)
-            for report in self._round(job, writer, self.cells[start : start + step], self.match.scheme)
+            for report in self._round(job, writer, self.cells[start : start + step], self.match.scheme, treatment)
         ]
 
     def _round(
-        self, job: Job, writer: CheckpointWriter, cells: tuple[tuple[Cell, Cell], ...], scheme: Scheme
+        self,
+        job: Job,
+        writer: CheckpointWriter,
+        cells: tuple[tuple[Cell, Cell], ...],
+        scheme: Scheme,
+        treatment: Treatment,
     ) -> Iterator[TensorReport]:
         entry = self.match.entry
         shape = cell_shape(entry)
         whole = tuple(slice(0, size) for size in shape)
-        weights = np.empty((len(cells), *shape), self._read_dtype(job))
+        plain = treatment.is_empty
+        weights = np.empty((len(cells), *shape), self._read_dtype(job) if plain else _FLOAT32)
+        importance = np.empty((len(cells), shape[-1]), np.float32)
         for index, (hub, _) in enumerate(cells):
-            weights[index] = job.files.source.read(entry, hub, whole)
-        values, scales, signal, noise, zero_groups = map(np.asarray, _round(weights, scheme))
+            read = job.files.source.read(entry, hub, whole)
+            weights[index] = read if plain else scale_weight(read, treatment, hub.position[1:])
+            importance[index] = importance_of(treatment, hub.position[1:], shape[-1])
+        rounded = _round(weights, importance, scheme, self.match.rounding)
+        values, scales, signal, noise, zero_groups = map(np.asarray, rounded)
         for index, (hub, own) in enumerate(cells):
             yield TensorReport.checked(
                 name=own.label,
@@ -259,7 +291,7 @@ class _Stage:
             _write_cell(writer, values_name(own.tensor, scheme), own, values[index])
             _write_cell(writer, scale_name(own.tensor), own, scales[index])
 
-    def _keep(self, job: Job, writer: CheckpointWriter, hub: Cell, own: Cell) -> None:
+    def _keep(self, job: Job, writer: CheckpointWriter, hub: Cell, own: Cell, treatment: Treatment) -> None:
         """Copies a cell that stays float, in pieces if it is a large table."""
         entry = self.match.entry
         dtype = _kept_dtype(job, entry, hub)
@@ -272,7 +304,7 @@ class _Stage:
                 raise WeightsError(
                     f"{hub.label}: the source holds NaN or infinite values; they would stay in the result"
                 )
-            array = array.astype(dtype, copy=False)
+            array = scale_rows(array, treatment, hub, start, dtype)
             if own.row is None:
                 writer.write_rows(own.tensor, start, array)
             else:
@@ -288,11 +320,12 @@ class _Stage:
         return _FLOAT32 if only is None else only
 
 
-@partial(jax.jit, static_argnums=1)
-def _round(weights: jax.Array, scheme: Scheme) -> tuple[jax.Array, ...]:
+@partial(jax.jit, static_argnums=(2, 3))
+def _round(weights: jax.Array, importance: jax.Array, scheme: Scheme, rounding: Rounding) -> tuple[jax.Array, ...]:
     """[count, out, in] -> integers, scales, and per tensor: sum of squares, of errors, number of all-zero groups."""
     weights = weights.astype(jnp.float32)
-    array = quantize_weight(weights, scheme)
+    options = SszOptions() if rounding == "ssz" else NearestOptions()
+    array, _ = round_weight(weights, importance if method_of(options).needs == "importance" else None, scheme, options)
     error = array.dequantize() - weights
     size, group = weights.shape[-1], array.group
     pad = [(0, 0)] * (weights.ndim - 1) + [(0, -size % group)]

@@ -123,6 +123,7 @@ def _with_mtp(family: Family, config: DecoderConfig, present: set[str], where: s
     if not carried:
         logger.info("%s names %d multi-token-prediction layers, the checkpoint carries none", where, config.mtp_layers)
         return replace(config, mtp_layers=0, mtp_copies=False)
+    logger.info("%s: the checkpoint carries %d multi-token-prediction layers", where, config.mtp_layers)
     return replace(config, mtp_copies=bool(carried & {"mtp.embed", "mtp.head"}))
 
 

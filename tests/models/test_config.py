@@ -314,13 +314,18 @@ def test_the_three_layouts_of_an_indexer() -> None:
         ({"indexer_types": None, "index_topk_freq": 2}, (0, 1, 3, 5)),
         ({"indexer_types": None, "index_topk_freq": 0}, (0, 1, 2, 3, 4, 5)),
         ({"indexer_types": None, "index_topk_pattern": "FSSFSS"}, (0, 3)),
-        ({"index_topk_freq": 4, "index_topk_pattern": "FSSFSS"}, (0, 1, 4)),
+        ({"index_topk_freq": 4, "index_topk_pattern": "FFSSFS"}, (0, 1, 4)),
     ],
 )
 def test_glm_indexer_schedules(changes: dict[str, Any], full: tuple[int, ...]) -> None:
     """As transformers' GlmMoeDsaConfig derives them."""
     indexer = latent(read(DSA, changes)).indexer
     assert indexer and indexer.full_layers == full
+
+
+def test_a_list_that_contradicts_the_schedule_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"indexer_types gives layers \[0, 1, 4\] an indexer, the schedule"):
+        read(DSA, {"index_topk_freq": 4})
 
 
 @pytest.mark.parametrize("pattern", ["FSS", "FSSFSX"])

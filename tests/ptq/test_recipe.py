@@ -31,6 +31,8 @@ SCHEMES = {
     "w8a8-g128": ("w8a8-g128", "w8a8-g128"),
     "w8a16-g128": ("w8a16-g128", "w8a16-g128"),
     "w4a8-experts": ("w4a8-g128", "w8a8-g128"),
+    "w8a8-g128-smooth": ("w8a8-g128", "w8a8-g128"),
+    "w4a8-experts-ssz": ("w4a8-g128", "w8a8-g128"),
 }
 """Shipped recipe -> schemes of routed experts and of everything else that is quantised."""
 OTHERS = tuple(role for role in get_args(Role) if role not in FLOAT_ROLES)
@@ -63,7 +65,8 @@ def test_shipped_recipes_fit_every_family(name: str, family: str) -> None:
 
 def test_unknown_recipe_lists_the_known_ones() -> None:
     with pytest.raises(
-        RecipeError, match="no recipe 'w4a4'; known are w4a8-experts, w8a16-g128, w8a8-g128.*or give a .toml file"
+        RecipeError,
+        match="no recipe 'w4a4'; known are w4a8-experts, w4a8-experts-ssz, w8a16-g128, w8a8-g128, w8a8-g128-smooth, or give a .toml file",
     ):
         load_recipe("w4a4")
 
@@ -144,3 +147,18 @@ def test_illegal_group_size_names_rule_and_tensor(scheme: str) -> None:
 def test_unknown_scheme() -> None:
     with pytest.raises(RecipeError, match="rule 2 for tensor .*: unknown scheme 'w3a8-g128'"):
         match_recipe(recipe((FLOAT_ROLES, "float"), (OTHERS, "w3a8-g128")), GLM)
+
+
+def test_calibrated_recipes(tmp_path: Path) -> None:
+    assert load_recipe("w8a8-g128").calibration is None
+    loaded = load_recipe("w4a8-experts-ssz")
+    assert loaded.calibration is not None and loaded.calibration.smooth == 0.8
+    matches = {match.entry.role: match.rounding for match in match_recipe(loaded, GLM)}
+    assert (matches["experts.gate"], matches["attention.o"]) == ("ssz", "nearest")
+    without = replace(loaded, calibration=None)
+    with pytest.raises(
+        RecipeError, match=r"rule 2 rounds by the importance of channels, which needs a \[calibration\]"
+    ):
+        match_recipe(without, GLM)
+    with pytest.raises(RecipeError, match=r"smooth = 1.5 is not in \(0, 1\]"):
+        match_recipe(replace(loaded, calibration=replace(loaded.calibration, smooth=1.5)), GLM)

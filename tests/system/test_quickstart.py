@@ -57,7 +57,8 @@ def test_int8_cache_alone_and_int8_weights_alone_cost_almost_nothing(
         assert run_jaxmoe("quantize", str(source), str(model), "--recipe", "w8a16-g128").returncode == 0
     result = run_jaxmoe(
         *("eval", str(model), "--baseline", str(source), "--kv-cache", cache, "--devices", "8"),
-        *("--window-tokens", "2048", "--json", str(tmp_path / "result.json")),
+        # Nearly the whole bundled text: on a third of it the noise is as large as what is measured.
+        *("--windows", "10", "--window-tokens", "4096", "--json", str(tmp_path / "result.json")),
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     report = json.loads((tmp_path / "result.json").read_text())

@@ -109,16 +109,24 @@ class PageBlocks:
         positions: Int32[Array, "rows chunk"],
         page_size: int,
         window: Int[Array, ""] | int | None = None,
+        block_keys: int = BLOCK_KEYS,
     ):
-        """Args: page_table: pages of each sequence; positions: -1 for padding; window: keys seen, 0 or None for all."""
+        """Cuts the pages.
+
+        Args:
+            page_table: pages of each sequence.
+            positions: position of each query, -1 for padding.
+            page_size: slots of a page.
+            window: keys that a query sees; 0 or None for all.
+            block_keys: keys of a block; at least one page.
+        """
         width = page_table.shape[1]
-        self._pages = min(max(1, BLOCK_KEYS // page_size), width)
+        self._pages = min(max(1, block_keys // page_size), width)
         self._table = jnp.pad(page_table, ((0, 0), (0, -width % self._pages)))
         self._positions, self._window = positions, window
         self._longest = jnp.max(positions, axis=1)
         self._earliest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions), axis=1)
         self.keys = self._pages * page_size
-        self.num_blocks = self._table.shape[1] // self._pages
         self.stop = (jnp.max(positions) + self.keys) // self.keys
         self.start: jax.Array | int = 0
         if window is not None:

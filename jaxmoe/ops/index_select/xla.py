@@ -1,4 +1,7 @@
-"""index_select in plain XLA: scores block by block up to the longest sequence, then one top-k."""
+"""index_select in plain XLA: block by block up to the longest sequence, the best so far against the block's scores.
+
+Neither time nor memory follow the length that a page table could hold.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +10,9 @@ from jax import lax
 from jaxmoe.ops.attention.blocks import PageBlocks, read_pages
 from jaxmoe.ops.dispatch import Impl
 from jaxmoe.ops.pages import Table
+
+BLOCK_INDEX_KEYS = 1024
+"""Keys of a block: the best so far are sorted against each, so a block is not small beside what may be chosen."""
 
 
 def _run(
@@ -20,10 +26,12 @@ def _run(
     top_k: int,
 ) -> jax.Array:
     rows, chunk = positions.shape
-    blocks = PageBlocks(page_table, positions, index.page_size)
+    blocks = PageBlocks(page_table, positions, index.page_size, block_keys=BLOCK_INDEX_KEYS)
     queries = q.astype(jnp.float32)
+    most = min(top_k, page_table.shape[1] * index.page_size)
 
-    def body(number: jax.Array, scores: jax.Array) -> jax.Array:
+    def body(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        best, where = carry
         ids, seen, visible = blocks.block(number)
         keys = read_pages(index, ids, seen, layer=layer)[:, :, 0]
         products = jnp.einsum("rchd,rkd->rchk", queries, keys, precision=lax.Precision.HIGHEST)
@@ -31,16 +39,17 @@ def _run(
         # top_k puts -0.0 below 0.0, which are equal scores: a negative weight times the maximum with 0 gives -0.0.
         score = jnp.where(score == 0, jnp.float32(0), score)
         score = jnp.where(visible[:, 0], score, -jnp.inf)
-        return lax.dynamic_update_slice(scores, score, (0, 0, number * blocks.keys))
+        position = number * blocks.keys + jnp.arange(blocks.keys, dtype=jnp.int32)
+        # lax.top_k is stable, and what was found so far stands first: of equal scores the lower position wins. NaN
+        # sorts above all and stays visible in what attention reads, so it needs no care here.
+        best, chosen = lax.top_k(jnp.concatenate([best, score], axis=-1), most)
+        everywhere = jnp.concatenate([where, jnp.broadcast_to(position, score.shape)], axis=-1)
+        return best, jnp.take_along_axis(everywhere, chosen, axis=-1)
 
-    scores = jnp.full((rows, chunk, blocks.num_blocks * blocks.keys), -jnp.inf, jnp.float32)
-    scores = lax.fori_loop(0, blocks.stop, body, scores)
-    most = min(top_k, page_table.shape[1] * index.page_size)
-    # lax.top_k is stable: of equal scores the lower position comes first. NaN would sort above all and stays visible
-    # in what attention reads, so it needs no care here.
-    best, chosen = lax.top_k(scores, most)
+    start = (jnp.full((rows, chunk, most), -jnp.inf, jnp.float32), jnp.zeros((rows, chunk, most), jnp.int32))
+    best, where = lax.fori_loop(0, blocks.stop, body, start)
     past_end = jnp.iinfo(jnp.int32).max
-    ordered = jnp.sort(jnp.where(best == -jnp.inf, past_end, chosen.astype(jnp.int32)), axis=-1)
+    ordered = jnp.sort(jnp.where(best == -jnp.inf, past_end, where), axis=-1)
     return jnp.where(ordered == past_end, -1, ordered)
 
 

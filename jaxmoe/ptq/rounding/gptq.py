@@ -1,0 +1,236 @@
+"""GPTQ: round input channel by input channel, and let the later ones make up for the errors of the earlier.
+
+The textbook form keeps all later weights up to date with rows of an upper Cholesky factor of inverse(H). Here are the
+same numbers from the factor of H itself: `H = (A + I) D (A + I)^T` with A strictly upper and D diagonal, one Cholesky
+factorisation with both axes reversed and no inverse. For each block B of channels in ascending order
+    target = w[:, B] + (w - scale * q)[:, before B] @ A[before B, B] @ V    where V = inverse(A[B, B] + I)
+and inside it, for each channel k in ascending order
+    q[:, k]        = nearest(target[:, k])
+    target[:, j]  -= (target[:, k] - scale * q[:, k]) * V[k, j]             for j > k
+which leaves `sum over k of D[k] * |target[:, k] - scale * q[:, k]|**2` as the error of the outputs.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import sequential_vmap
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
+
+from jaxmoe.errors import RecipeError
+from jaxmoe.ptq.rounding.slices import Rounded
+from jaxmoe.ptq.rounding.ssz import check_steps, ssz_slices
+from jaxmoe.quant.int8 import quantize_groups, quantize_slices
+from jaxmoe.quant.scheme import Bits
+
+NEAREST: Final = -1
+"""Status of a weight that was rounded to nearest because no damping made its Hessian positive definite."""
+
+_CHANNEL_BLOCK = 128
+"""Channels that are updated one by one before a matrix product carries their errors on, when a row has one scale."""
+_RAISE = 10.0
+
+ScaleRule = Literal["minmax", "ssz"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptqOptions:
+    """Damping and scales."""
+
+    damping: float = 0.01
+    """What is added to the diagonal of H, as a fraction of the diagonal's mean."""
+    most_damping: float = 1.0
+    """Where the factorisation fails, damping is raised by factors of 10 up to this; then the weight is rounded to
+    nearest."""
+    scale: ScaleRule = "ssz"
+    """Where the scale of a group comes from, when its turn comes and the errors before it have been carried on."""
+    steps: int = 50
+    """Alternations of ssz at most."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges.
+
+        Raises:
+            RecipeError: one does not hold.
+        """
+        check_steps("gptq", self.steps)
+        if not 0 < self.damping <= self.most_damping:
+            raise RecipeError(
+                f"rounding gptq: damping = {self.damping} and most_damping = {self.most_damping}, but damping is "
+                "positive and at most most_damping"
+            )
+
+    @property
+    def dampings(self) -> tuple[float, ...]:
+        """What is tried, in order."""
+        tried = [self.damping]
+        while tried[-1] * _RAISE <= self.most_damping * (1 + 1e-9):
+            tried.append(tried[-1] * _RAISE)
+        return tuple(tried)
+
+
+def round_gptq(
+    weight: Float[Array, "*lead out in"],
+    hessian: Float32[Array, "*lead in in"],
+    group: int,
+    bits: Bits,
+    options: GptqOptions,
+) -> Rounded:
+    """Rounds so that the error of `x @ w.T` is small for inputs x like those that `hessian` was made from.
+
+    A channel that never was other than zero has no part in this and is rounded to nearest. The status is how many times
+    damping was raised, or `NEAREST`. A Hessian that is not finite gives scale NaN in all groups; a group of weights
+    that is not finite gives it in that group, and hands no error on.
+
+    Args:
+        weight: any float; computed in float32.
+        hessian: sum (or mean: its size does not matter) of x x^T.
+        group: input elements per scale.
+        bits: of the grid.
+        options: see there.
+
+    Source: Frantar et al. 2022 (GPTQ); Chee et al. 2023 (QuIP), section 3 and theorem 6.
+    """
+    run = partial(_gptq, group=group, bits=bits, options=options)
+    for _ in weight.shape[:-2]:
+        run = jax.vmap(run)
+    return run(weight, hessian)
+
+
+def _gptq(weight: jax.Array, hessian: jax.Array, *, group: int, bits: Bits, options: GptqOptions) -> Rounded:
+    weight = weight.astype(jnp.float32)
+    size = weight.shape[-1]
+    # A block is a group, so that its scale is made when its turn comes.
+    width = group if group < size else min(size, _CHANNEL_BLOCK)
+    with jax.named_scope("factor"):
+        factor, tries, definite = _factor(hessian, width, options.dampings)
+    with jax.named_scope("sweep"):
+        q, scale = _sweep(weight, factor, group=group, bits=bits, options=options)
+    plain_q, plain_scale = quantize_groups(weight, group, bits)
+    known = jnp.all(jnp.isfinite(hessian))
+    q = jnp.where(known, jnp.where(definite, q, plain_q), jnp.int8(0))
+    scale = jnp.where(known, jnp.where(definite, scale, plain_scale), np.float32(np.nan))
+    return Rounded(qvalue=q, scale=scale, status=jnp.where(definite, tries - 1, jnp.int32(NEAREST)))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["feedback", "within", "pivots"], meta_fields=[])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Factor:
+    """A damped Hessian taken apart; see the module. The input axis is padded to whole blocks, where all is zero.
+
+    Invariants: feedback is A [in, in]; within is V [blocks, width, width]; pivots is D [in].
+    """
+
+    feedback: Any
+    within: Any
+    pivots: Any
+
+
+def _factor(
+    hessian: Float32[Array, "in in"], width: int, dampings: tuple[float, ...]
+) -> tuple[_Factor, Int32[Array, ""], Bool[Array, ""]]:
+    """The factor, how many dampings were tried, and whether the last made H positive definite (if not: of I)."""
+    size = hessian.shape[0]
+    blocks = -(-size // width)
+    rest = blocks * width - size
+
+    # One matrix at a time under vmap: batched factorisations are other algorithms on some backends, and a weight must
+    # come out alike whatever is rounded beside it.
+    @sequential_vmap
+    def factor(hessian: jax.Array) -> tuple[_Factor, jax.Array, jax.Array]:
+        reverse, identity = hessian[::-1, ::-1], jnp.eye(size, dtype=jnp.float32)
+        amounts = jnp.asarray(dampings, jnp.float32) * jnp.mean(jnp.diagonal(hessian))
+
+        def failed(state: tuple[jax.Array, jax.Array]) -> jax.Array:
+            tries, lower = state
+            return (tries < len(dampings)) & ~jnp.all(jnp.isfinite(lower))
+
+        def attempt(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            tries, _ = state
+            return tries + 1, jnp.linalg.cholesky(reverse + amounts[tries] * identity)
+
+        tries, lower = lax.while_loop(failed, attempt, (jnp.int32(0), jnp.full_like(hessian, np.nan)))
+        definite = jnp.all(jnp.isfinite(lower))
+        upper = jnp.where(definite, lower[::-1, ::-1], identity)
+        diagonal = jnp.diagonal(upper)
+        feedback = jnp.pad(jnp.triu(upper / diagonal[None, :], 1), (0, rest))
+        index = jnp.arange(blocks)
+        corners = feedback.reshape(blocks, width, blocks, width)[index, :, index, :]
+        unit = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), corners.shape)
+        within = solve_triangular(corners + unit, unit, unit_diagonal=True)
+        pivots = jnp.pad(jnp.square(diagonal), (0, rest))
+        return _Factor(feedback=feedback, within=within, pivots=pivots), tries, definite
+
+    return factor(hessian)
+
+
+@sequential_vmap
+def _made_up(columns: jax.Array, within: jax.Array, errors: jax.Array) -> jax.Array:
+    """What a block adds to its weights for the errors before it; one weight at a time, for the same reason."""
+    carried = jnp.matmul(columns.T, errors, precision=lax.Precision.HIGHEST)
+    return jnp.matmul(within.T, carried, precision=lax.Precision.HIGHEST)
+
+
+def _sweep(
+    weight: Float32[Array, "out in"], factor: _Factor, *, group: int, bits: Bits, options: GptqOptions
+) -> tuple[Int8[Array, "out in"], Float32[Array, "out groups"]]:
+    """All channels, block by block."""
+    out, size = weight.shape
+    blocks, width, _ = factor.within.shape
+    # Channels first, so that one is a row. Those beyond the end have weight 0 and get nothing from any other.
+    channels = jnp.pad(weight.T, ((0, blocks * width - size), (0, 0)))
+    one_scale = None if group < size else _scales(weight, factor.pivots[:size], bits, options)
+
+    def block(errors: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        start, within = at
+        original = lax.dynamic_slice_in_dim(channels, start, width)
+        columns = lax.dynamic_slice_in_dim(factor.feedback, start, width, axis=1)
+        target = original + _made_up(columns, within, errors)
+        if one_scale is None:
+            scale = _scales(target.T, lax.dynamic_slice_in_dim(factor.pivots, start, width), bits, options)
+        else:
+            scale = one_scale
+        grid = _block(target, within, scale, bits)
+        # A group that is not finite hands nothing on.
+        lost = jnp.where(jnp.isfinite(scale)[None, :], original - grid * scale[None, :], np.float32(0))
+        errors = lax.dynamic_update_slice_in_dim(errors, lost, start, axis=0)
+        return errors, (grid.astype(jnp.int8), scale)
+
+    starts = jnp.arange(blocks, dtype=jnp.int32) * width
+    _, (q, scales) = lax.scan(block, jnp.zeros_like(channels), (starts, factor.within))
+    return q.reshape(blocks * width, out)[:size].T, scales.T if one_scale is None else one_scale[:, None]
+
+
+def _block(
+    target: Float32[Array, "width out"],
+    within: Float32[Array, "width width"],
+    scale: Float32[Array, " out"],
+    bits: Bits,
+) -> Float32[Array, "width out"]:
+    """Values on the grid of a block's channels, one after the other; zero where the scale is not finite."""
+    limit = 2 ** (bits - 1) - 1
+    finite = jnp.isfinite(scale)
+
+    def channel(target: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        index, row = at
+        grid = jnp.where(finite, jnp.clip(jnp.rint(target[index] / scale), -limit, limit), np.float32(0))
+        error = target[index] - grid * scale
+        return target - row[:, None] * error[None, :], grid
+
+    order = jnp.arange(target.shape[0], dtype=jnp.int32)
+    _, grid = lax.scan(channel, target, (order, within))
+    return grid
+
+
+def _scales(
+    x: Float32[Array, "out width"], pivots: Float32[Array, " width"], bits: Bits, options: GptqOptions
+) -> Float32[Array, " out"]:
+    """One scale a row. An error of channel k that later channels cannot make up for costs D[k], not H[k, k]."""
+    if options.scale == "minmax":
+        return quantize_slices(x, bits)[1]
+    return ssz_slices(x, pivots[None, :], bits, options.steps)[1]
