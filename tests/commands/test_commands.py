@@ -82,6 +82,34 @@ def test_presets_without_weights(capsys: Capture, tmp_path: Path) -> None:
         assert outcome.code == 2 and "hy4-preview is a preset, a config without weights" in outcome.err
 
 
+def test_quantize_with_calibration(capsys: Capture, text: Path, tmp_path: Path) -> None:
+    sizes = ("--calib-samples", 3, "--calib-tokens", 8, 24, "--no-compile-cache")
+    arguments = (folders.model(), tmp_path / "out", "--recipe", "w8a8-g128-smooth", "--calib", text, *sizes)
+    outcome = jaxmoe(capsys, "quantize", *arguments, "--devices", 2)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "calibration: 3 samples" in outcome.out and "experts in" in outcome.out
+    report = json.loads((tmp_path / "out" / "jaxmoe_report.json").read_text(encoding="utf-8"))
+    assert report["calibration"]["samples"]["samples"] == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", text.name] or text.parent != tmp_path
+
+
+def test_calibration_that_cannot_be(capsys: Capture, tmp_path: Path) -> None:
+    """Bad data is refused before anything is written."""
+    out = tmp_path / "out"
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "fine"}\n{"texts": "not"}\n', encoding="utf-8")
+    smooth = ("quantize", folders.model(), out, "--recipe", "w8a8-g128-smooth", "--no-compile-cache")
+    for arguments, message in (
+        ((*smooth, "--calib", tmp_path / "absent.txt"), "absent.txt"),
+        ((*smooth, "--calib", broken), "broken.jsonl"),
+        ((*smooth, "--devices", 0), "--devices 0 is below 1"),
+        (("quantize", folders.model(), out, "--calib", broken, "--no-compile-cache"), "takes no --calib data"),
+    ):
+        outcome = jaxmoe(capsys, *arguments)
+        assert outcome.code == 2 and message in outcome.err, outcome
+    assert not out.exists()
+
+
 def test_generate(capsys: Capture) -> None:
     options = ("--max-tokens", 5, "--profile", folders.profile(), "--no-compile-cache", "--chat", "--poison")
     prompts = ("-p", "hello [bold]there", "-p", "something else that is longer")

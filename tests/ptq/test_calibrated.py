@@ -27,7 +27,12 @@ from tests import tiny
 from tests.running import run_logits, scratch, tiny_folder
 from tests.tolerances import TOLERANCES
 
-FAMILIES = ("glm4_moe", "hy_v4", "gpt_oss", "deepseek_v3", "minimax_m2", "hunyuan_v1_moe")
+QUICK = ("glm4_moe", "hy_v4")
+"""Families of the default run; the others are marked slow."""
+families = pytest.mark.parametrize(
+    "family",
+    [*QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in tiny.CONFIGS if f not in QUICK)],
+)
 WIDTH = 40
 
 
@@ -62,7 +67,7 @@ def observed(family: str, devices: int = 1) -> tuple[Path, Observed]:
     return folder, seen
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families
 def test_the_first_pass_is_the_served_model(family: str) -> None:
     """The residual stream after the last layer, brought to logits by hand, equals the engine's; padding included."""
     files, ids = files_of(family), tiny.token_ids()
@@ -86,12 +91,12 @@ def test_the_first_pass_is_the_served_model(family: str) -> None:
         hidden = (pre[..., None] * hidden).sum(-2)
     normed = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + config.norm_eps) * read["norm.weight"]
     logits = normed @ read["embed.weight" if config.tied_head else "head.weight"].T
-    np.testing.assert_allclose(
-        logits, run_logits(tiny_folder(family), ids), rtol=0, atol=TOLERANCES["golden_logits"].value
-    )
+    served = run_logits(tiny_folder(family), ids)
+    unit = max(1.0, float(served.std()))
+    np.testing.assert_allclose(logits, served, rtol=0, atol=TOLERANCES["golden_logits"].value * unit)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families
 def test_smoothing_is_exact(family: str, tmp_path: Path) -> None:
     """A float checkpoint with every treatment applied computes the same logits: powers of two move exponents only."""
     files, (folder, _) = files_of(family), observed(family)
@@ -114,12 +119,10 @@ def test_smoothing_is_exact(family: str, tmp_path: Path) -> None:
                 writer.write(name, scaled)
     (out / "config.json").write_text((files.folder / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
     assert changed > 10
-    np.testing.assert_allclose(
-        run_logits(out, tiny.token_ids()),
-        run_logits(files.folder, tiny.token_ids()),
-        rtol=0,
-        atol=TOLERANCES["same_logits"].value,
-    )
+    before = run_logits(files.folder, tiny.token_ids())
+    unit = max(1.0, float(before.std()))
+    after = run_logits(out, tiny.token_ids())
+    np.testing.assert_allclose(after, before, rtol=0, atol=TOLERANCES["same_logits"].value * unit)
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8])
@@ -135,7 +138,7 @@ def test_any_number_of_devices_gives_the_same_files(devices: int) -> None:
                 assert first[key].tobytes() == second[key].tobytes(), (name, key)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families
 def test_every_routed_token_is_counted(family: str) -> None:
     """Tokens of each layer's experts add up to tokens times top-k; padding is routed nowhere."""
     config, (_, seen) = files_of(family).manifest.config, observed(family)

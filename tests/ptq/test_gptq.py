@@ -33,7 +33,7 @@ def hessian_of(seed: int, tokens: int = 200, size: int = SIZE) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rule", ["minmax", "ssz"])
-@pytest.mark.parametrize(("size", "group"), [(SIZE, GROUP), (SIZE, SIZE), (32, 8), (300, 300), (7, 7), (9, 1)])
+@pytest.mark.parametrize(("size", "group"), [(SIZE, GROUP), (300, 300), (7, 7), (9, 1)])
 def test_the_textbook_finds_the_same_int4(size: int, group: int, rule: ScaleRule) -> None:
     weight, hessian = normal(1, (OUT, size)), hessian_of(1, 400, size)
     q, scale, status = gptq(weight, hessian, group, 4, GptqOptions(scale=rule))

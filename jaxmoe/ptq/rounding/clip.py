@@ -1,19 +1,20 @@
 """MSE clip, weighted: try shrunken min/max scales, which cut the largest weights off to round the others finer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, Int8
 
 from jaxmoe.errors import RecipeError
 from jaxmoe.ptq.rounding.slices import (
     Rounded,
-    importance_slices,
-    join_groups,
+    each_with_importance,
     on_grid,
-    split_groups,
     weighted_error,
     with_factor,
 )
@@ -62,22 +63,27 @@ def round_clip(
 
     Source: llm-compressor, observers `mse` and `imatrix_mse`.
     """
-    x, weights = split_groups(weight, group), importance_slices(importance, weight, group)
-    q, scale = quantize_slices(x, bits)
+    factors = [1 - (1 - options.smallest) * i / options.steps for i in range(options.steps + 1)]
+    return each_with_importance(partial(clip_slices, bits=bits, factors=factors), weight, importance, group)
+
+
+def clip_slices(
+    x: Float32[Array, "*lead width"],
+    importance: Float32[Array, "*broadcast width"],
+    bits: Bits,
+    factors: Sequence[float],
+) -> tuple[Int8[Array, "*lead width"], Float32[Array, "*lead"]]:
+    """`round_clip` of slices, one scale each; `importance` has as many axes as `x`."""
+    _, scale = quantize_slices(x, bits)
     units = x / scale[..., None]
-    start = jnp.ones_like(scale)
-    factors = jnp.asarray(
-        [1 - (1 - options.smallest) * i / options.steps for i in range(1, options.steps + 1)], jnp.float32
-    )
 
     def attempt(state: tuple[jax.Array, jax.Array], tried: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         best, least = state
         factor = jnp.full_like(best, tried)
-        error = weighted_error(units, on_grid(units, factor, bits), factor, weights)
+        error = weighted_error(units, on_grid(units, factor, bits), factor, importance)
         better = error < least  # never for NaN; of equal ones the largest scale
         return (jnp.where(better, factor, best), jnp.where(better, error, least)), None
 
-    state = (start, weighted_error(units, q.astype(jnp.float32), start, weights))
-    (best, _), _ = lax.scan(attempt, state, factors)
-    q, scale = with_factor(x, best, weights, bits)
-    return Rounded(qvalue=join_groups(q, weight.shape[-1]), scale=scale, status=jnp.zeros(weight.shape[:-2], jnp.int32))
+    state = (jnp.ones_like(scale), jnp.full_like(scale, np.inf))
+    (best, _), _ = lax.scan(attempt, state, jnp.asarray(factors, jnp.float32))
+    return with_factor(x, best, importance, bits)

@@ -12,18 +12,17 @@ which leaves `sum over k of D[k] * |target[:, k] - scale * q[:, k]|**2` as the e
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import sequential_vmap
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 
 from jaxmoe.errors import RecipeError
-from jaxmoe.ptq.rounding.slices import Rounded
+from jaxmoe.ptq.rounding.slices import Rounded, one_by_one
 from jaxmoe.ptq.rounding.ssz import check_steps, ssz_slices
 from jaxmoe.quant.int8 import quantize_groups, quantize_slices
 from jaxmoe.quant.scheme import Bits
@@ -96,21 +95,15 @@ def round_gptq(
 
     Source: Frantar et al. 2022 (GPTQ); Chee et al. 2023 (QuIP), section 3 and theorem 6.
     """
-    run = partial(_gptq, group=group, bits=bits, options=options)
-    for _ in weight.shape[:-2]:
-        run = jax.vmap(run)
-    return run(weight, hessian)
+    return one_by_one(partial(_gptq, group=group, bits=bits, options=options), weight, hessian)
 
 
 def _gptq(weight: jax.Array, hessian: jax.Array, *, group: int, bits: Bits, options: GptqOptions) -> Rounded:
     weight = weight.astype(jnp.float32)
-    size = weight.shape[-1]
-    # A block is a group, so that its scale is made when its turn comes.
-    width = group if group < size else min(size, _CHANNEL_BLOCK)
     with jax.named_scope("factor"):
-        factor, tries, definite = _factor(hessian, width, options.dampings)
+        feedback, pivots, tries, definite = _factor(hessian, options.dampings)
     with jax.named_scope("sweep"):
-        q, scale = _sweep(weight, factor, group=group, bits=bits, options=options)
+        q, scale = _sweep(weight, feedback, pivots, group=group, bits=bits, options=options)
     plain_q, plain_scale = quantize_groups(weight, group, bits)
     known = jnp.all(jnp.isfinite(hessian))
     q = jnp.where(known, jnp.where(definite, q, plain_q), jnp.int8(0))
@@ -118,81 +111,59 @@ def _gptq(weight: jax.Array, hessian: jax.Array, *, group: int, bits: Bits, opti
     return Rounded(qvalue=q, scale=scale, status=jnp.where(definite, tries - 1, jnp.int32(NEAREST)))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["feedback", "within", "pivots"], meta_fields=[])
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Factor:
-    """A damped Hessian taken apart; see the module. The input axis is padded to whole blocks, where all is zero.
-
-    Invariants: feedback is A [in, in]; within is V [blocks, width, width]; pivots is D [in].
-    """
-
-    feedback: Any
-    within: Any
-    pivots: Any
-
-
 def _factor(
-    hessian: Float32[Array, "in in"], width: int, dampings: tuple[float, ...]
-) -> tuple[_Factor, Int32[Array, ""], Bool[Array, ""]]:
-    """The factor, how many dampings were tried, and whether the last made H positive definite (if not: of I)."""
-    size = hessian.shape[0]
-    blocks = -(-size // width)
-    rest = blocks * width - size
+    hessian: Float32[Array, "in in"], dampings: tuple[float, ...]
+) -> tuple[Float32[Array, "in in"], Float32[Array, " in"], Int32[Array, ""], Bool[Array, ""]]:
+    """A, D, how many dampings were tried, and whether the last made H positive definite (if not: A and D of I)."""
+    reverse, identity = hessian[::-1, ::-1], jnp.eye(*hessian.shape, dtype=jnp.float32)
+    amounts = jnp.asarray(dampings, jnp.float32) * jnp.mean(jnp.diagonal(hessian))
 
-    # One matrix at a time under vmap: batched factorisations are other algorithms on some backends, and a weight must
-    # come out alike whatever is rounded beside it.
-    @sequential_vmap
-    def factor(hessian: jax.Array) -> tuple[_Factor, jax.Array, jax.Array]:
-        reverse, identity = hessian[::-1, ::-1], jnp.eye(size, dtype=jnp.float32)
-        amounts = jnp.asarray(dampings, jnp.float32) * jnp.mean(jnp.diagonal(hessian))
+    def failed(state: tuple[jax.Array, jax.Array]) -> jax.Array:
+        tries, lower = state
+        return (tries < len(dampings)) & ~jnp.all(jnp.isfinite(lower))
 
-        def failed(state: tuple[jax.Array, jax.Array]) -> jax.Array:
-            tries, lower = state
-            return (tries < len(dampings)) & ~jnp.all(jnp.isfinite(lower))
+    def attempt(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        tries, _ = state
+        return tries + 1, jnp.linalg.cholesky(reverse + amounts[tries] * identity)
 
-        def attempt(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            tries, _ = state
-            return tries + 1, jnp.linalg.cholesky(reverse + amounts[tries] * identity)
-
-        tries, lower = lax.while_loop(failed, attempt, (jnp.int32(0), jnp.full_like(hessian, np.nan)))
-        definite = jnp.all(jnp.isfinite(lower))
-        upper = jnp.where(definite, lower[::-1, ::-1], identity)
-        diagonal = jnp.diagonal(upper)
-        feedback = jnp.pad(jnp.triu(upper / diagonal[None, :], 1), (0, rest))
-        index = jnp.arange(blocks)
-        corners = feedback.reshape(blocks, width, blocks, width)[index, :, index, :]
-        unit = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), corners.shape)
-        within = solve_triangular(corners + unit, unit, unit_diagonal=True)
-        pivots = jnp.pad(jnp.square(diagonal), (0, rest))
-        return _Factor(feedback=feedback, within=within, pivots=pivots), tries, definite
-
-    return factor(hessian)
-
-
-@sequential_vmap
-def _made_up(columns: jax.Array, within: jax.Array, errors: jax.Array) -> jax.Array:
-    """What a block adds to its weights for the errors before it; one weight at a time, for the same reason."""
-    carried = jnp.matmul(columns.T, errors, precision=lax.Precision.HIGHEST)
-    return jnp.matmul(within.T, carried, precision=lax.Precision.HIGHEST)
+    tries, lower = lax.while_loop(failed, attempt, (jnp.int32(0), jnp.full_like(hessian, np.nan)))
+    definite = jnp.all(jnp.isfinite(lower))
+    upper = jnp.where(definite, lower[::-1, ::-1], identity)
+    diagonal = jnp.diagonal(upper)
+    return jnp.triu(upper / diagonal[None, :], 1), jnp.square(diagonal), tries, definite
 
 
 def _sweep(
-    weight: Float32[Array, "out in"], factor: _Factor, *, group: int, bits: Bits, options: GptqOptions
+    weight: Float32[Array, "out in"],
+    feedback: Float32[Array, "in in"],
+    pivots: Float32[Array, " in"],
+    *,
+    group: int,
+    bits: Bits,
+    options: GptqOptions,
 ) -> tuple[Int8[Array, "out in"], Float32[Array, "out groups"]]:
-    """All channels, block by block."""
+    """All channels, block by block. A block is a group, so that its scale is made when its turn comes."""
     out, size = weight.shape
-    blocks, width, _ = factor.within.shape
+    one_scale = None if group < size else _scales(weight, pivots, bits, options)
+    width = group if group < size else min(size, _CHANNEL_BLOCK)
+    blocks = -(-size // width)
+    rest = blocks * width - size
     # Channels first, so that one is a row. Those beyond the end have weight 0 and get nothing from any other.
-    channels = jnp.pad(weight.T, ((0, blocks * width - size), (0, 0)))
-    one_scale = None if group < size else _scales(weight, factor.pivots[:size], bits, options)
+    channels = jnp.pad(weight.T, ((0, rest), (0, 0)))
+    feedback, pivots = jnp.pad(feedback, (0, rest)), jnp.pad(pivots, (0, rest))
+    identity = jnp.eye(width, dtype=jnp.float32)
 
-    def block(errors: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        start, within = at
+    def block(errors: jax.Array, start: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         original = lax.dynamic_slice_in_dim(channels, start, width)
-        columns = lax.dynamic_slice_in_dim(factor.feedback, start, width, axis=1)
-        target = original + _made_up(columns, within, errors)
+        columns = lax.dynamic_slice_in_dim(feedback, start, width, axis=1)
+        corner = lax.dynamic_slice_in_dim(columns, start, width)
+        # One at a time: jaxlib 0.10.2 runs a batch of LAPACK calls on XLA's threads and waits on one of them, which
+        # hangs when all of them wait.
+        within = solve_triangular(corner + identity, identity, unit_diagonal=True)
+        carried = jnp.matmul(columns.T, errors, precision=lax.Precision.HIGHEST)
+        target = original + jnp.matmul(within.T, carried, precision=lax.Precision.HIGHEST)
         if one_scale is None:
-            scale = _scales(target.T, lax.dynamic_slice_in_dim(factor.pivots, start, width), bits, options)
+            scale = _scales(target.T, lax.dynamic_slice_in_dim(pivots, start, width), bits, options)
         else:
             scale = one_scale
         grid = _block(target, within, scale, bits)
@@ -202,7 +173,7 @@ def _sweep(
         return errors, (grid.astype(jnp.int8), scale)
 
     starts = jnp.arange(blocks, dtype=jnp.int32) * width
-    _, (q, scales) = lax.scan(block, jnp.zeros_like(channels), (starts, factor.within))
+    _, (q, scales) = lax.scan(block, jnp.zeros_like(channels), starts)
     return q.reshape(blocks * width, out)[:size].T, scales.T if one_scale is None else one_scale[:, None]
 
 

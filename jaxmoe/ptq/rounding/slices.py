@@ -4,6 +4,7 @@ A slice is looked at in units of its min/max scale, `units = x / scale`, so that
 nor vanish when errors are squared, and a method only chooses a factor near 1 for each.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Float32, Int8, Shaped
 
 from jaxmoe.quant.int8 import quantize_slices
@@ -32,6 +34,21 @@ class Rounded:
     status: Any
 
 
+def one_by_one(
+    run: Callable[[jax.Array, jax.Array], Rounded], weight: Shaped[Array, "*lead out in"], statistic: jax.Array
+) -> Rounded:
+    """`run(weight [out, in], statistic)` for each weight of the leading axes or of a vmap, in a loop on the device.
+
+    Not vmap: over another number of weights, or none, it is another program, which sums in another order, and a scale
+    moves by an ulp. So an expert comes out alike whatever is rounded beside it, on one device or spread over many. A
+    weight is large enough to keep a device busy.
+    """
+    one = sequential_vmap(run)
+    for _ in weight.shape[:-2]:
+        one = jax.vmap(one)
+    return one(weight, statistic)
+
+
 def split_groups(x: Float[Array, "*lead in"], group: int) -> Float32[Array, "*lead groups group"]:
     """One slice per group in float32; zeros fill a short last one, and a zero weight never takes part in anything."""
     *lead, size = x.shape
@@ -46,13 +63,22 @@ def join_groups(x: Shaped[Array, "*lead groups group"], size: int) -> Shaped[Arr
     return x.reshape(*lead, groups * group)[..., :size]
 
 
-def importance_slices(
-    importance: Float[Array, "*lead in"] | None, weight: Float[Array, "*lead out in"], group: int
-) -> Float32[Array, "*lead 1 groups group"]:
-    """The importance of each element of `split_groups(weight, group)`, the same for all rows; None: all ones."""
+def each_with_importance(
+    run: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+    weight: Float[Array, "*lead out in"],
+    importance: Float[Array, "*lead in"] | None,
+    group: int,
+) -> Rounded:
+    """`run(slices [out, groups, group], importance [1, groups, group])` for each weight; no importance is all ones."""
+    *lead, _, size = weight.shape
     if importance is None:
-        importance = jnp.ones((*weight.shape[:-2], weight.shape[-1]), jnp.float32)
-    return split_groups(importance, group)[..., None, :, :]
+        importance = jnp.ones((*lead, size), jnp.float32)
+
+    def one(weight: jax.Array, importance: jax.Array) -> Rounded:
+        q, scale = run(split_groups(weight, group), split_groups(importance, group)[None])
+        return Rounded(qvalue=join_groups(q, size), scale=scale, status=jnp.int32(0))
+
+    return one_by_one(one, weight, importance)
 
 
 def on_grid(

@@ -1,6 +1,7 @@
 """SSZ, weighted: alternate between the best integers for a scale and the best scale for the integers."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,8 @@ from jaxtyping import Array, Float, Float32, Int8
 from jaxmoe.errors import RecipeError
 from jaxmoe.ptq.rounding.slices import (
     Rounded,
-    importance_slices,
-    join_groups,
+    each_with_importance,
     on_grid,
-    split_groups,
     weighted_error,
     with_factor,
 )
@@ -66,9 +65,7 @@ def round_ssz(
 
     Source: msModelSlim, core/quantizer/impl/ssz.py, which knows neither groups nor importance.
     """
-    slices, weights = split_groups(weight, group), importance_slices(importance, weight, group)
-    q, scale = ssz_slices(slices, weights, bits, options.steps)
-    return Rounded(qvalue=join_groups(q, weight.shape[-1]), scale=scale, status=jnp.zeros(weight.shape[:-2], jnp.int32))
+    return each_with_importance(partial(ssz_slices, bits=bits, steps=options.steps), weight, importance, group)
 
 
 def ssz_slices(
@@ -79,7 +76,7 @@ def ssz_slices(
     A slice starts at its min/max scale and keeps the best scale seen, so that it is never worse than min/max. One whose
     integers do not change stays where it is: the number of steps others need cannot change it.
     """
-    q, scale = quantize_slices(x, bits)
+    _, scale = quantize_slices(x, bits)
     units = x / scale[..., None]
 
     def refit(grid: jax.Array, factor: jax.Array) -> jax.Array:
@@ -91,7 +88,7 @@ def ssz_slices(
 
     def moving(state: tuple[jax.Array, ...]) -> jax.Array:
         step, _, _, _, moved = state
-        return (step < steps) & jnp.any(moved)
+        return (step <= steps) & jnp.any(moved)
 
     def alternate(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         step, factor, best, least, _ = state
@@ -101,9 +98,7 @@ def ssz_slices(
         after = refit(grid, factor)
         return step + 1, after, jnp.where(better, factor, best), jnp.where(better, error, least), after != factor
 
-    start = jnp.ones_like(scale)
-    grid = q.astype(jnp.float32)
-    first = refit(grid, start)
-    state = (jnp.int32(0), first, start, weighted_error(units, grid, start, importance), first != start)
+    one = jnp.ones_like(scale)
+    state = (jnp.int32(0), one, one, jnp.full_like(scale, np.inf), jnp.ones_like(scale, jnp.bool_))
     _, _, best, _, _ = lax.while_loop(moving, alternate, state)
     return with_factor(x, best, importance, bits)
