@@ -38,8 +38,12 @@ class Tokenizer:
         """Token ids of a long text without special tokens; longer than the model's context is no mistake here."""
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation through the checkpoint's chat template, ready for the answer.
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, ready: bool = True) -> list[int]:
+        """Token ids of a conversation through the checkpoint's chat template.
+
+        Args:
+            messages: role and content of each.
+            ready: whether the text ends where an answer begins; else where the last message ends.
 
         Raises:
             RequestError: there is no template, or it refuses the messages.
@@ -49,7 +53,7 @@ class Tokenizer:
         if self._tokenizer.chat_template is None:
             raise RequestError("this checkpoint has no chat template; use a plain prompt (without --chat)")
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ready)
         except TemplateError as error:
             raise RequestError(f"the chat template refuses the messages: {error}") from error
         return self.encode(text, special=False)

@@ -26,8 +26,8 @@ class Encoder(Protocol):
         """Token ids of a text of any length, without special tokens."""
         ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation through the checkpoint's chat template."""
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, ready: bool) -> list[int]:
+        """Token ids of a conversation through the checkpoint's chat template; `ready`: up to where an answer begins."""
         ...
 
 
@@ -126,7 +126,8 @@ def _tokenize(document: Document, encoder: Encoder) -> TokenizedDocument:
         ids = encoder.encode_long(document.content)
     else:
         try:
-            ids = encoder.encode_chat(document.content)
+            # A conversation that ends in an answer has no header of another one after it.
+            ids = encoder.encode_chat(document.content, ready=document.content[-1]["role"] != "assistant")
         except RequestError as error:
             raise RequestError(f"{document.where}: {error}") from error
     if not ids:

@@ -14,7 +14,10 @@ from jaxmoe.ptq.stream import prepare, quantize
 from tests import tiny
 from tests.running import scratch
 
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 PROFILE = """
 page_size = 8
 pages = 9

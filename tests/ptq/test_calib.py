@@ -29,8 +29,9 @@ class Characters:
     def encode_long(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return [ord(c) for message in messages for c in f"{message['role']}:{message['content']};"]
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, ready: bool) -> list[int]:
+        text = "".join(f"{message['role']}:{message['content']};" for message in messages)
+        return [ord(c) for c in text + ("assistant:" if ready else "")]
 
 
 def write(path: Path, text: str) -> Path:
@@ -153,6 +154,11 @@ def test_texts_and_conversations_become_tokens(tmp_path: Path) -> None:
     text, chat = tokenize_documents(read_documents(path), Characters())
     assert text.ids.tolist() == [97, 98] and text.ids.dtype == np.int32 and text.domain == "a"
     assert bytes(chat.ids.tolist()) == b"user:2 + 2?;assistant:4;" and chat.domain == "chat"
+    asked = lines(tmp_path / "b.jsonl", {"messages": CHAT[:1]})
+    (question,) = tokenize_documents(read_documents(asked), Characters())
+    assert bytes(question.ids.tolist()) == b"user:2 + 2?;assistant:", (
+        "a question is followed by where its answer begins"
+    )
 
 
 def test_document_without_tokens_is_refused() -> None:
@@ -170,7 +176,7 @@ def test_checkpoint_tokenizer_with_and_without_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer(tmp_path, 256)
     text, chat = tokenize_documents(documents, tokenizer)
     assert tokenizer.decode(text.ids.tolist()) == "user"
-    assert tokenizer.decode(chat.ids.tolist()) == "user: Hi\nassistant: Ho\nassistant:"
+    assert tokenizer.decode(chat.ids.tolist()) == "user: Hi\nassistant: Ho\n"
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
     with pytest.raises(RequestError, match=r"a.jsonl:2: this checkpoint has no chat template"):
         tokenize_documents(documents, Tokenizer(tmp_path, 256))
