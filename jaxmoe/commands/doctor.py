@@ -2,16 +2,22 @@
 
 import argparse
 from importlib import metadata
-from pathlib import Path
 
 from rich.table import Table
 
-from jaxmoe.commands.common import add_engine_arguments, add_mesh_arguments, console, engine_config, start_jax
+from jaxmoe.commands.common import (
+    add_engine_arguments,
+    add_mesh_arguments,
+    checkpoint_folder,
+    console,
+    engine_config,
+    start_jax,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("model", type=Path, nargs="?", help="checkpoint whose generation step is proved as well")
+    parser.add_argument("model", nargs="?", help="checkpoint whose generation step is proved as well")
     add_mesh_arguments(parser)
     add_engine_arguments(parser)
 
@@ -49,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     if slower:
         out.print(f"INT8 is SLOWER than float32 on this backend at {', '.join(map(str, slower))} rows")
     if options.model is not None:
-        files = open_model(options.model)
+        files = open_model(checkpoint_folder(options.model))
         plan = choose_plan(files.manifest.config.family, options.devices, options.plan)
         runner = load_runner(files, plan, engine_config(options))
         for layout in runner.config.layouts():
