@@ -155,15 +155,18 @@ def load_leaves(
 
 
 def _load_leaf(source: Source, leaf: Leaf, plan: Plan, mesh: Mesh) -> jax.Array:
-    blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-
-    def block(index: Any) -> np.ndarray:
+    """A leaf, one part of it on the host at a time; devices with equal parts are given the same buffer."""
+    sharding = NamedSharding(mesh, leaf.spec)
+    owners: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        assert index is not None
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
-        if bounds not in blocks:
-            blocks[bounds] = read_block(source, leaf, bounds, plan)
-        return blocks[bounds]
-
-    return jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, leaf.spec), block)
+        owners.setdefault(bounds, []).append(device)
+    parts = []
+    for bounds, devices in owners.items():
+        block = read_block(source, leaf, bounds, plan)
+        parts.extend(jax.device_put(block, device) for device in devices)
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
 def read_block(source: Source, leaf: Leaf, bounds: tuple[tuple[int, int], ...], plan: Plan) -> np.ndarray:
