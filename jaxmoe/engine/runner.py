@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.engine.config import EngineConfig
+from jaxmoe.engine.heap import trim_heap
 from jaxmoe.errors import EngineError
 from jaxmoe.models.bind import bind
 from jaxmoe.models.leaves import Leaf, assemble
@@ -164,6 +165,7 @@ class Runner:
                 self._programs[layout] = future.result()
                 if progress is not None:
                     progress(done + 1, len(pending))
+        trim_heap()
 
     def _traced(self, layout: Layout) -> Any:
         tokens = self._token_spec

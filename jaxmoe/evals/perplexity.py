@@ -128,6 +128,8 @@ class Evaluator:
                 for index, out in enumerate((nll[0], nll[1], kl)):
                     out[part] = self._rows(values[index], len(group), width)
                 agreement.append(np.asarray(values[3]))
+                # Both models' logits: they must not lie beside those of the next step.
+                del results
                 if progress is not None:
                     progress(first * length + len(group) * span.stop, count * length)
         if not np.isfinite(nll[0]).all():
@@ -188,12 +190,13 @@ def _compare(
     model: Evaluated, baseline: Evaluated, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Per token: nll of model and baseline, KL(baseline || model); per layer: (agreeing, chosen) experts."""
-    logp = jax.nn.log_softmax(model.logits, axis=-1)
-    logp_base = jax.nn.log_softmax(baseline.logits, axis=-1)
+    # Sums over the vocabulary only: log-probabilities of all tokens would be two more arrays as large as the logits.
+    total, total_base = (jax.nn.logsumexp(each.logits, axis=-1) for each in (model, baseline))
     index = jnp.maximum(targets, 0)[:, None]
-    nll = -jnp.take_along_axis(logp, index, axis=-1)[:, 0]
-    nll_base = -jnp.take_along_axis(logp_base, index, axis=-1)[:, 0]
-    kl = jnp.sum(jnp.exp(logp_base) * (logp_base - logp), axis=-1)
+    nll = total - jnp.take_along_axis(model.logits, index, axis=-1)[:, 0]
+    nll_base = total_base - jnp.take_along_axis(baseline.logits, index, axis=-1)[:, 0]
+    share = jnp.exp(baseline.logits - total_base[:, None])
+    kl = jnp.sum(share * (baseline.logits - model.logits), axis=-1) + total - total_base
     real = (targets >= 0)[None, :, None]
     same = jnp.any(model.expert_ids[..., :, None] == baseline.expert_ids[..., None, :], axis=-1)
     chosen = jnp.sum(jnp.broadcast_to(real, same.shape), axis=(1, 2)).astype(jnp.float32)
