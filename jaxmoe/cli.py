@@ -13,7 +13,11 @@ COMMANDS: dict[str, str] = {
     "quickstart": "make the demo model, quantise it, measure it and chat with it on 8 emulated devices",
     "demo-model": "write the bundled demo checkpoint (a real MoE carved from SmolLM2-135M)",
     "plan": "print the memory ledger of a model on a mesh; reads config.json only",
+    "analyze": "measure how hard each layer is to quantise, and suggest a recipe for a number of bytes",
     "quantize": "quantise a Hugging Face checkpoint, layer by layer",
+    "tune": "quantise and evaluate recipes, the smallest first, until one holds a gate",
+    "verify": "check a finished checkpoint: files, values, scales, rounding error, what is quantised",
+    "report": "write the quality report of a quantised checkpoint as one HTML page",
     "generate": "answer prompts with a checkpoint on a mesh",
     "eval": "perplexity through the serving path, against a float baseline, with gates",
     "doctor": "report devices, versions and which implementation every operator uses, and prove INT8 is INT8",
@@ -39,7 +43,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command: 0 done, 1 a gate failed, 2 bad input (one sentence on standard error)."""
-    options = build_parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = build_parser().parse_args(words)
+    except JaxMoeError as error:
+        # Of an option's value, so that the command is known.
+        print(f"jaxmoe {words[0]}: {error}", file=sys.stderr)
+        return 2
     try:
         return _module(options.command).run(options)
     except JaxMoeError as error:

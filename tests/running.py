@@ -17,8 +17,9 @@ from jaxmoe.engine.runner import Runner
 from jaxmoe.nn.step import Layout
 from jaxmoe.parallel import mesh
 from jaxmoe.parallel.plan import Plan
+from jaxmoe.ptq.job import prepare
+from jaxmoe.ptq.quantize import quantize
 from jaxmoe.ptq.recipe import load_recipe
-from jaxmoe.ptq.stream import prepare, quantize
 from jaxmoe.weights.load import load_leaves, open_model
 from tests import tiny
 

@@ -175,4 +175,39 @@ TOLERANCES: dict[str, Tolerance] = {
         "so that a few integers are rounded the other way and others make up for it",
     ),
     "shrink": Tolerance(value=1e-6, reason="relative; two products, a sum and a quotient in float32"),
+    "rotation": Tolerance(
+        value=1e-6,
+        reason="relative to the norm; 10 passes of float32 sums, a sign and a factor: 12 roundings of 2**-24",
+    ),
+    "rotated_logits": Tolerance(
+        value=5e-5,
+        reason="absolute, tiny logits; every weight is rounded to float32 once more and every sum runs over other "
+        "terms: 1.8e-5 measured; one gain that is left behind moves logits by more than 1e-1",
+    ),
+    "sqnr": Tolerance(
+        value=1e-6, reason="relative, of decibels; two float32 sums of up to 10,000 squares in another order"
+    ),
+    "moment": Tolerance(
+        value=2e-5,
+        reason="relative to the largest; float32 sums of squares or products of up to 104 tokens, which a norm or two "
+        "float32 products of 64 terms made",
+    ),
+    "spread": Tolerance(
+        value=2e-6,
+        reason="relative; float32 sums of up to 200 powers of values below one, each of at most three products",
+    ),
+    "sensitivity": Tolerance(
+        value=2e-4,
+        reason="relative; sums of squares of differences that are 1/100 of results with float32 rounding of 2**-24: a "
+        "difference has 2**-17 of its own size, its square twice that, and outputs near the edge of a step may differ",
+    ),
+    "learned_scale": Tolerance(
+        value=1e-5,
+        reason="relative; quotient of two float32 quadratic forms of up to 150 terms with cancellation",
+    ),
+    "learned_norm": Tolerance(
+        value=2e-6,
+        reason="relative to the norms of weight and inputs; errors are float32 differences of weights and products, "
+        "and costs sums of 40 products of them",
+    ),
 }

@@ -4,12 +4,22 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    Task,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from jaxmoe import log
 from jaxmoe.assets import asset
@@ -118,7 +128,7 @@ def start_jax(options: argparse.Namespace) -> None:
     log.configure()
     # Only its tokenizers are used: that it finds no torch is no news.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    devices = options.devices
+    devices = options.devices.emulated if isinstance(options.devices, DeviceChoice) else options.devices
     if not 1 <= devices:
         raise PlanError(f"--devices {devices} is below 1")
     import jax
@@ -138,10 +148,18 @@ def console() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
+class _Left(TimeRemainingColumn):
+    """Time that is left; nothing where the whole is not known."""
+
+    def render(self, task: Task) -> Text:
+        """See the class."""
+        return super().render(task) if task.total and not task.finished else Text("")
+
+
 @contextmanager
 def progress_bars(target: Console) -> Iterator[Progress]:
-    """Progress bars: description, bar, percentage, time."""
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    """Progress bars: description, bar, percentage, time so far and time left."""
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), _Left())
     with Progress(*columns, console=target) as progress:
         yield progress
 
@@ -157,14 +175,64 @@ def bar(progress: Progress, description: str) -> Iterator["Bar"]:
 class Bar:
     """A callable (done, total) that moves a bar."""
 
-    def __init__(self, progress: Progress, task: int):
+    def __init__(self, progress: Progress, task: TaskID):
         """Args: progress: the display; task: id of the bar."""
         self._progress = progress
         self._task = task
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: float | int, total: float | int) -> None:  # beartype takes no int for a float
         """Sets the bar."""
-        self._progress.update(self._task, completed=done, total=total)  # type: ignore[arg-type]
+        self._progress.update(self._task, completed=done, total=total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceChoice:
+    """Devices that a command works on."""
+
+    count: int | None = None
+    """The first so many; None: as `ids` says, or all."""
+    ids: tuple[int, ...] | None = None
+
+    @property
+    def emulated(self) -> int:
+        """Devices that a CPU must emulate for this; 1 for all there are."""
+        return max(self.ids) + 1 if self.ids else self.count or 1
+
+    def choose(self) -> list[Any]:
+        """The devices.
+
+        Raises:
+            PlanError: this process has too few.
+        """
+        import jax
+
+        devices = jax.devices()
+        wanted = self.ids if self.ids is not None else range(len(devices) if self.count is None else self.count)
+        missing = [index for index in wanted if index >= len(devices)]
+        if missing:
+            raise PlanError(f"--devices: no device {missing[0]}; this process has {len(devices)}, counted from 0")
+        return [devices[index] for index in wanted]
+
+
+def parse_devices(text: str) -> DeviceChoice:
+    """'8': the first eight; 'all'; '0,2,5': these.
+
+    Raises:
+        PlanError: it is none of these.
+    """
+    if text == "all":
+        return DeviceChoice()
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise PlanError(f"--devices {text}: give a number, 'all', or a list such as 0,1,2") from None
+    if len(numbers) == 1 and not text.endswith(","):
+        if numbers[0] < 1:
+            raise PlanError(f"--devices {text} is below 1")
+        return DeviceChoice(count=numbers[0])
+    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise PlanError(f"--devices {text}: a list names each device once, from 0")
+    return DeviceChoice(ids=numbers)
 
 
 def parse_bytes(text: str) -> int:

@@ -1,31 +1,59 @@
-"""jaxmoe quantize MODEL OUT --recipe w8a8-g128 [--calib FILE] [--dry-run]."""
+"""jaxmoe quantize MODEL OUT [--recipe NAME|FILE | --quant-type TYPE] [--devices N|all|LIST] [--resume] [--dry-run]."""
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from jaxmoe.assets import asset
-from jaxmoe.commands.common import bar, checkpoint_folder, console, open_described, progress_bars, start_jax
+from jaxmoe.commands.common import (
+    DeviceChoice,
+    checkpoint_folder,
+    console,
+    open_described,
+    parse_devices,
+    progress_bars,
+    start_jax,
+)
 from jaxmoe.errors import ConfigError, RecipeError
 
 if TYPE_CHECKING:
+    from jaxmoe.models.manifest import Manifest
     from jaxmoe.ptq.calib import Calibration
-    from jaxmoe.ptq.stream import Job
+    from jaxmoe.ptq.calib_documents import TokenizedDocument
+    from jaxmoe.ptq.job import Job
+    from jaxmoe.ptq.quantize import Result
+    from jaxmoe.ptq.recipe import Recipe
+    from jaxmoe.ptq.tasks.link import Link
 
 
-BUNDLED = {"samples": 48, "min_tokens": 128, "max_tokens": 512}
+BUNDLED = {"samples": 96, "min_tokens": 128, "max_tokens": 512}
 """Sampling of the bundled calibration text, which is far smaller than what recipes ask for."""
+DEFAULT_RECIPE = "w8a8-g128-smooth"
+_JOIN_S = 600.0
+"""Process 0 may read calibration data for minutes before it answers."""
+FORMATS = ("jaxmoe", "compressed-tensors", "ascendv1")
+TARGETS = {"jaxmoe": "jaxmoe", "vllm": "compressed-tensors", "vllm-ascend": "ascendv1", "sglang": "compressed-tensors"}
+"""Engine -> the format that it gets unless another is asked for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("model", help="folder of the checkpoint; with --dry-run also a config.json or a preset")
     parser.add_argument("out", type=Path, help="folder to write; must not exist or be empty")
-    parser.add_argument("--recipe", default="w8a8-g128", help="name in configs/quant or a .toml file")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--recipe",
+        help="name in configs/quant, a .toml file, or a .yaml file of msModelSlim (default: w8a8-g128-smooth)",
+    )
+    how.add_argument("--quant-type", metavar="TYPE", help="w8a8, w4a8c8, ...: the recipe that fits the model's family")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, write nothing")
+    parser.add_argument("--strict", action="store_true", help="refuse what would only be reported, such as notes")
+    parser.add_argument("--resume", action="store_true", help="take up what a killed run left")
+    add_target_arguments(parser)
     parser.add_argument(
         "--calib",
         type=Path,
@@ -36,66 +64,183 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calib-samples", type=int, metavar="N", help="samples (default: as the recipe says)")
     parser.add_argument("--calib-tokens", type=int, nargs=2, metavar=("MIN", "MAX"), help="lengths of samples")
     parser.add_argument(
-        "--devices", type=int, default=1, metavar="N", help="devices that run samples; on CPU they are emulated"
+        "--devices",
+        type=parse_devices,
+        default=DeviceChoice(count=1),
+        metavar="N|all|0,1,..",
+        help="devices that work: how many, all, or which; on CPU they are emulated (default: 1)",
     )
+    add_process_arguments(parser)
     parser.add_argument("--no-compile-cache", action="store_true", help="do not keep compiled programs on disk")
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """--format, --target, --tp."""
+    parser.add_argument("--format", choices=FORMATS, help="format of the result (default: what the target reads)")
+    parser.add_argument(
+        "--target", choices=sorted(TARGETS), default="jaxmoe", help="engine that must be able to load the result"
+    )
+    parser.add_argument(
+        "--tp", default="", metavar="1,2,4,8", help="degrees of tensor parallelism that it must load at"
+    )
+
+
+def add_process_arguments(parser: argparse.ArgumentParser) -> None:
+    """--coordinator, --processes, --process-id."""
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of process 0, when several processes share the work and the folders"
+    )
+    parser.add_argument("--processes", type=int, metavar="N", help="how many take part")
+    parser.add_argument("--process-id", type=int, metavar="I", help="which this is, from 0")
 
 
 def run(options: argparse.Namespace) -> int:
     """Quantises, or prints the matched table."""
     start_jax(options)
     from jaxmoe.planner.ledger import gib
-    from jaxmoe.ptq.recipe import load_recipe
-    from jaxmoe.ptq.stream import check_output, make_job, quantize
+    from jaxmoe.ptq.export import output_format
+    from jaxmoe.ptq.export.targets import check_target
+    from jaxmoe.ptq.job import make_job
+    from jaxmoe.ptq.quantize import check_output
+    from jaxmoe.ptq.report_html import write_report_page
     from jaxmoe.weights.load import open_model
 
     out = console()
-    recipe = load_recipe(options.recipe)
+    link = link_of(options)
     files = open_described(options.model) if options.dry_run else open_model(checkpoint_folder(options.model))
-    job = make_job(files, recipe)
+    recipe, wanted, notes = chosen_recipe(options, files.manifest)
+    output = output_format(options.format or wanted or TARGETS[options.target])
+    job = make_job(files, recipe, output)
+    check_target(options.target, parse_degrees(options.tp), job.matches, files.manifest, output)
     check_output(options.out)
     if recipe.calibration is None and options.calib:
         raise RecipeError(f"recipe {recipe.name} is not calibrated: it takes no --calib data")
-    print_matches(out, job)
+    for note in notes:
+        out.print(f"note: {note}", markup=False)
+    if notes and options.strict:
+        raise RecipeError(f"--strict: recipe {recipe.name} is not followed to the letter, see the notes above")
+    print_matches(out, job, options.devices.count or 1)
     if options.dry_run:
+        print_estimate(out, job, options.devices.count or 1)
         return 0
-    if recipe.calibration is None:
-        with progress_bars(out) as progress, bar(progress, "quantise") as move:
-            quantize(job, options.out, move)
-    else:
-        _calibrated(out, job, options)
-    out.print(
-        f"{options.out}: {gib(job.source_bytes)} -> {gib(job.result_bytes)}; report in jaxmoe_report.json", markup=False
-    )
+    result = _quantize(out, job, options, link)
+    out.print(result.summary.text(), markup=False)
+    if result.coverage is not None:
+        out.print(result.coverage.text(), markup=False)
+    if link is None or link.serve:
+        page = write_report_page(options.out)
+        sizes = f"{gib(job.source_bytes)} -> {gib(job.result_bytes)}"
+        out.print(f"{options.out}: {sizes}; report in jaxmoe_report.json and {page.name}", markup=False)
     return 0
 
 
-def _calibrated(out: Console, job: "Job", options: argparse.Namespace) -> None:
-    import jax
+def chosen_recipe(options: argparse.Namespace, manifest: "Manifest") -> "tuple[Recipe, str | None, tuple[str, ...]]":
+    """The recipe, the output format that it asks for, and what of it is not followed to the letter.
 
-    from jaxmoe.errors import PlanError
-    from jaxmoe.ptq.calibrate import quantize_calibrated
+    Raises:
+        RecipeError, ConfigError, UnsupportedError: it does not exist, or cannot be done.
+    """
+    from jaxmoe.ptq.recipe import load_recipe
+    from jaxmoe.ptq.recipes.library import recipe_for
+    from jaxmoe.ptq.recipes.modelslim import read_modelslim
 
-    devices = jax.devices()
-    if len(devices) < options.devices:
-        raise PlanError(f"--devices {options.devices}: this process has {len(devices)}")
-    samples = calibration_samples(job, options)
-    out.print("calibration: " + _described(samples))
-    with progress_bars(out) as progress, bar(progress, "observe layers") as observing:
-        with bar(progress, "quantise") as rounding:
-            coverage = quantize_calibrated(
-                job,
-                samples,
-                options.out,
-                devices=devices[: options.devices],
-                observing=observing,
-                rounding=rounding,
-            )
-    out.print(coverage.text(), markup=False)
+    if options.quant_type is not None:
+        return recipe_for(options.quant_type, manifest.config.family), None, ()
+    name = options.recipe or DEFAULT_RECIPE
+    if name.endswith((".yaml", ".yml")):
+        read = read_modelslim(Path(name), manifest)
+        return read.recipe, read.output, read.notes
+    return load_recipe(name), None, ()
 
 
-def calibration_samples(job: "Job", options: argparse.Namespace) -> "Calibration":
-    """The samples that the options ask for.
+def parse_degrees(text: str) -> list[int]:
+    """'1,2,4' -> [1, 2, 4]; nothing of an empty text.
+
+    Raises:
+        ConfigError: it is no list of numbers.
+    """
+    try:
+        return [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise ConfigError(f"--tp {text}: give degrees of tensor parallelism such as 1,2,4,8") from None
+
+
+def link_of(options: argparse.Namespace) -> "Link | None":
+    """Where the other processes are; None: there are none.
+
+    Raises:
+        ConfigError: the options do not go together.
+    """
+    given = (options.coordinator, options.processes, options.process_id)
+    if all(each is None for each in given):
+        return None
+    if any(each is None for each in given):
+        raise ConfigError("--coordinator, --processes and --process-id go together: give all three or none")
+    if not 0 <= options.process_id < options.processes:
+        raise ConfigError(f"--process-id {options.process_id} is not one of 0 to {options.processes - 1}")
+    from jaxmoe.ptq.tasks.link import Link
+
+    host, _, port = options.coordinator.rpartition("://")[2].rpartition(":")
+    if not (host and port.isdigit()):
+        raise ConfigError(f"--coordinator {options.coordinator}: give HOST:PORT of process 0, such as 10.0.0.1:7777")
+    address = options.coordinator if "://" in options.coordinator else f"tcp://{options.coordinator}"
+    return Link(address=address, serve=options.process_id == 0, processes=options.processes, join_s=_JOIN_S)
+
+
+def _quantize(out: Console, job: "Job", options: argparse.Namespace, link: "Link | None") -> "Result":
+    from jaxmoe.ptq.extend import extended
+    from jaxmoe.ptq.quantize import quantize
+
+    samples = None
+    if job.recipe.calibration is not None:
+        documents, samples = calibration_samples(job, options)
+        if job.recipe.calibration.extend:
+            folder = options.out.with_name(f"{options.out.name}.routing{options.process_id or ''}")
+            devices = options.devices.choose()
+            samples = extended(job, samples, documents, folder=folder, devices=devices)
+        out.print("calibration: " + _described(samples))
+    with progress_bars(out) as progress:
+        return quantize(
+            job,
+            options.out,
+            calibration=samples,
+            devices=options.devices.choose(),
+            resume=options.resume,
+            progress=_Moved(progress, f"quantise to {job.recipe.name}"),
+            link=link,
+        )
+
+
+class _Moved:
+    """Moves a bar, and prints a line when a layer is done."""
+
+    def __init__(self, progress: Progress, description: str):
+        self._progress = progress
+        self._bar = progress.add_task(description, total=None)
+
+    def __call__(self, done: float, total: float, task: str) -> None:
+        self._progress.update(self._bar, completed=done, total=total)
+        words = task.split()
+        if words[0] == "layer" and words[-1] == "clean":
+            self._progress.console.print(f"layer {words[1]} done, {100 * done / max(total, 1):.0f} % of the work")
+
+
+def print_estimate(out: Console, job: "Job", workers: int) -> None:
+    """How long it would take."""
+    from jaxmoe.ptq.estimate import estimate
+
+    time = estimate(job, workers=workers)
+    hours, minutes = divmod(round(time.seconds / 60), 60)
+    out.print(
+        f"{time.tasks:,} tasks in {time.waves:,} waves; roughly {hours} h {minutes:02} min of computing on {workers} "
+        f"device{'s' if workers > 1 else ''} like this one ({time.rate / 1e9:,.0f} GFLOP/s measured), beside reading "
+        "and writing",
+        markup=False,
+    )
+
+
+def calibration_samples(job: "Job", options: argparse.Namespace) -> "tuple[tuple[TokenizedDocument, ...], Calibration]":
+    """The documents, and the samples that the options ask for.
 
     Raises:
         ConfigError: the data is wrong or too small, or the tokenizer has no end token.
@@ -118,7 +263,8 @@ def calibration_samples(job: "Job", options: argparse.Namespace) -> "Calibration
     if not tokenizer.eos_ids:
         raise ConfigError(f"{job.files.folder}: no end-of-text token, which separates documents in a sample")
     documents = [document for path in files for document in read_documents(path)]
-    return sample_windows(tokenize_documents(documents, tokenizer), separator=min(tokenizer.eos_ids), **numbers)
+    tokenized = tokenize_documents(documents, tokenizer)
+    return tokenized, sample_windows(tokenized, separator=min(tokenizer.eos_ids), **numbers)
 
 
 def _described(samples: "Calibration") -> str:
@@ -129,18 +275,23 @@ def _described(samples: "Calibration") -> str:
     return text
 
 
-def print_matches(out: Console, job: "Job") -> None:
-    """The matched table: every role with its rule, scheme, tensors and bytes."""
+def print_matches(out: Console, job: "Job", workers: int) -> None:
+    """The matched table: every role with its rule, scheme, tensors and bytes; and what it takes."""
     from jaxmoe.planner.ledger import gib
-    from jaxmoe.ptq.stream import matched_table
+    from jaxmoe.ptq.job import matched_table
+    from jaxmoe.ptq.memory import memory_of
 
-    table = Table(title=f"recipe {job.recipe.name}", title_justify="left")
-    for column in ("role", "rule", "scheme", "tensors", "before", "after"):
-        table.add_column(column, justify="left" if column in ("role", "scheme") else "right")
+    table = Table(title=f"recipe {job.recipe.name}, written as {job.output.name}", title_justify="left")
+    columns: dict[str, Any] = {"role": "left", "rule": "right", "scheme": "left", "rounding": "left"}
+    for column in (*columns, "tensors", "before", "after"):
+        table.add_column(column, justify=columns.get(column, "right"))
     for row in matched_table(job):
         before, after = gib(row.source_bytes), gib(row.result_bytes)
-        table.add_row(row.role, str(row.rule + 1), row.scheme, str(row.tensors), before, after)
+        table.add_row(row.role, str(row.rule + 1), row.scheme, row.rounding, str(row.tensors), before, after)
     table.add_section()
-    table.add_row("total", "", "", "", gib(job.source_bytes), gib(job.result_bytes))
+    table.add_row("total", "", "", "", "", gib(job.source_bytes), gib(job.result_bytes))
     out.print(table)
-    out.print(f"peak host memory of the stream: {gib(job.peak_bytes)} beside the interpreter")
+    memory = memory_of(job, workers=workers)
+    out.print(f"host memory at most: {gib(memory.host_bytes)} beside the interpreter and compiled programs")
+    if memory.disk_bytes:
+        out.print(f"disk for intermediate results at most: {gib(memory.disk_bytes)}")

@@ -114,8 +114,9 @@ def _make_demo(out: Console, progress: Progress, source: Path, *, fresh: bool) -
 
 
 def _quantize(out: Console, progress: Progress, source: Path, target: Path, options: argparse.Namespace) -> None:
+    from jaxmoe.ptq.job import prepare
+    from jaxmoe.ptq.quantize import quantize
     from jaxmoe.ptq.recipe import load_recipe
-    from jaxmoe.ptq.stream import prepare, quantize
 
     if options.fresh and target.exists():
         shutil.rmtree(target)
@@ -123,7 +124,9 @@ def _quantize(out: Console, progress: Progress, source: Path, target: Path, opti
         out.print(f"quantised model: {target} is there already (--fresh makes it again)")
         return
     with bar(progress, f"quantise to {options.recipe}") as move:
-        quantize(prepare(source, load_recipe(options.recipe)), target, move)
+        quantize(
+            prepare(source, load_recipe(options.recipe)), target, progress=lambda done, total, _: move(done, total)
+        )
 
 
 def _ledger(baseline: "ModelFiles", shape: "EvalShape", options: argparse.Namespace) -> "Ledger":

@@ -88,7 +88,7 @@ class ConfigReader:
     def __init__(self, data: Mapping[str, Any], where: str):
         """Args: data: the parsed object; where: the file, for messages."""
         self._data = dict(data)
-        self._seen: set[str] = {"quantization_config"}
+        self._seen: set[str] = {"quantization_config", "quantize"}
         self.where = where
 
     def take(self, key: str, kind: type | tuple[type, ...], default: Any = REQUIRED) -> Any:

@@ -48,13 +48,16 @@ class Entry:
         return self.shape[self.lead :]
 
     @property
+    def row_axis(self) -> int:
+        """The axis of outputs, which fused parameters share: of a bias its only one, of a matrix [.., out, in] not."""
+        return -1 if self.role == "experts.bias" else -2
+
+    @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of one hub tensor, other parameters' parts included."""
         shape = list(self.part_shape)
         if self.view.parts > 1:
-            # A fused bias has one axis of its own, a fused matrix two.
-            rows = -1 if self.role == "experts.bias" else -2
-            shape[rows] *= self.view.parts
+            shape[self.row_axis] *= self.view.parts
         if self.view.transposed:
             shape[-2:] = shape[:-3:-1]
         return (1, *shape) if self.view.unit_axis else tuple(shape)

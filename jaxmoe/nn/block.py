@@ -36,6 +36,25 @@ class State:
     """Keys that the last indexer chose; None: all."""
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["stream", "gates", "pages", "selected"], meta_fields=[])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfState:
+    """What the attention half of a block hands to its feed-forward half."""
+
+    stream: Float[Array, "tokens embed"] | Float[Array, "tokens streams embed"]
+    """Residual stream or streams after attention."""
+    gates: Float[Array, "tokens streams"] | None
+    """How the feed-forward's output enters the streams; None: it is added."""
+    pages: Pages
+    """As in `State`."""
+    selected: Int32[Array, "rows chunk k"] | None
+    """As in `State`."""
+
+    def join(self, out: Float[Array, "tokens embed"]) -> jax.Array:
+        """The residual stream after the feed-forward gave `out`."""
+        return self.stream + out if self.gates is None else write(self.stream, out, self.gates)
+
+
 class Block(nnx.Module):
     """A stack of equal blocks, dense or mixture-of-experts; `layer` says which."""
 
@@ -67,6 +86,28 @@ class Block(nnx.Module):
         parallel: ParallelContext,
     ) -> tuple[State, jax.Array | None]:
         """The state after this block, and the expert ids (None for a dense block)."""
+        half, normed = self.attend(
+            state, batch, rope, indexer, layer=layer, first_layer=first_layer, layout=layout, parallel=parallel
+        )
+        if isinstance(self.ffn, MoE):
+            out, ids = self.ffn(normed, batch.positions >= 0, layer=layer, parallel=parallel)
+        else:
+            out, ids = self.ffn(normed, layer), None
+        return State(x=half.join(out), pages=half.pages, selected=half.selected), ids
+
+    def attend(
+        self,
+        state: State,
+        batch: StepBatch,
+        rope: RopeTables,
+        indexer: Indexer | None,
+        *,
+        layer: jax.Array,
+        first_layer: int,
+        layout: Layout,
+        parallel: ParallelContext,
+    ) -> tuple[HalfState, Float[Array, "tokens embed"]]:
+        """The first half: the state between attention and the feed-forward, and what the feed-forward is fed."""
         x, gates = self.attention_hyper(state.x, layer) if self.has_hyper else (state.x, None)
         normed = tap(self.attention_norm(x, layer), "attention.in")
         where = {"layer": layer, "cache_layer": layer + first_layer, "layout": layout, "parallel": parallel}
@@ -77,10 +118,5 @@ class Block(nnx.Module):
             mixed, pages, selected = self.attention(normed, state.pages, batch, rope, state.selected, indexer, **where)
         stream = state.x + mixed if gates is None else write(state.x, mixed, gates)
         x, gates = self.ffn_hyper(stream, layer) if self.has_hyper else (stream, None)
-        normed = tap(self.ffn_norm(x, layer), "ffn.in")
-        if isinstance(self.ffn, MoE):
-            out, ids = self.ffn(normed, batch.positions >= 0, layer=layer, parallel=parallel)
-        else:
-            out, ids = self.ffn(normed, layer), None
-        stream = stream + out if gates is None else write(stream, out, gates)
-        return State(x=stream, pages=pages, selected=selected), ids
+        half = HalfState(stream=stream, gates=gates, pages=pages, selected=selected)
+        return half, tap(self.ffn_norm(x, layer), "ffn.in")

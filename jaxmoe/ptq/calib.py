@@ -12,7 +12,8 @@ from jaxmoe.ptq.calib_documents import TokenizedDocument, documents_sha256
 from jaxmoe.ptq.calib_windows import Sampling, Window, length_edges, tokens_when_joined, windows
 
 VIRTUAL_SHARDS = 16
-"""Statistics are kept for each of these and merged in a fixed tree: no number of devices changes a byte."""
+"""Sets of samples (by number, in turn) whose statistics are added up apart and then merged in a fixed order: no number
+of devices or processes changes a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +101,6 @@ class Calibration:
                 for low, high, n in buckets
             ),
         )
-
-
-def shard_of(sample: int) -> int:
-    """The virtual shard of a sample (Calibration.first + row)."""
-    return sample % VIRTUAL_SHARDS
 
 
 def sample_windows(

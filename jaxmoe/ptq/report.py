@@ -13,6 +13,7 @@ import jaxmoe
 from jaxmoe.errors import WeightsError
 from jaxmoe.ptq.recipe import Recipe
 from jaxmoe.quant.scheme import Scheme
+from jaxmoe.weights.encodings import Plain
 from jaxmoe.weights.formats import method_name
 from jaxmoe.weights.load import ModelFiles
 
@@ -85,6 +86,45 @@ def build_report(
         "worst": [asdict(t) for t in worst],
         "tensors": [asdict(t) for t in tensors],
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBytes:
+    """What a checkpoint keeps in one way."""
+
+    stored: str
+    """Scheme, or dtype of what is float."""
+    tensors: int
+    nbytes: int
+    share: float
+    """Of all bytes."""
+
+
+def stored_bytes(files: ModelFiles) -> list[StoredBytes]:
+    """How the bytes of a checkpoint are divided among schemes and dtypes, most first; nothing but headers is read.
+
+    A part of the model that silently stayed float shows here.
+    """
+    tensors, counts = files.checkpoint.tensors, dict[str, list[int]]()
+    names = {name: files.schemes.get(entry.path) for entry in files.manifest.entries for _, name in entry.tensors()}
+    seen: set[str] = set()
+    for name, scheme in names.items():
+        stored = files.source.stored[name]
+        parts = [part.name for part in stored.encoding.parts(name, stored.shape)]
+        seen |= set(parts)
+        plain = isinstance(stored.encoding, Plain)
+        label = tensors[name].dtype.name if plain else stored.encoding.label() if scheme is None else scheme.name
+        count = counts.setdefault(label, [0, 0])
+        count[0] += 1
+        count[1] += sum(tensors[part].nbytes for part in parts)
+    rest = [tensors[name] for name in files.not_loaded if name not in seen]
+    if rest:
+        counts["not loaded, copied"] = [len(rest), sum(meta.nbytes for meta in rest)]
+    total = max(1, sum(nbytes for _, nbytes in counts.values()))
+    return [
+        StoredBytes(stored=label, tensors=tensors, nbytes=nbytes, share=nbytes / total)
+        for label, (tensors, nbytes) in sorted(counts.items(), key=lambda item: (-item[1][1], item[0]))
+    ]
 
 
 def _sha256(source: ModelFiles) -> str:

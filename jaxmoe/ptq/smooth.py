@@ -7,13 +7,12 @@ of sqrt(2) from the best scale of a channel. Source: Xiao et al. 2022 (arXiv 221
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxmoe.nn.config import AttentionConfig, DecoderConfig
-from jaxmoe.ptq.layer_run import LayerObservation
-from jaxmoe.ptq.statistics import ChannelStats
+from jaxmoe.ptq.statistics import InputStats
 
 LARGEST_EXPONENT = 12
 """Exponents are cut to -12..12: beyond it a channel is all or nothing anyway, and formats have limits."""
@@ -21,30 +20,30 @@ LARGEST_EXPONENT = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What happens to a parameter of one layer before rounding: w * 2**rows[:, None] * 2**columns[None, :].
-
-    Leading axes of all arrays are those of the parameter in one layer: none, or experts.
-    """
+    """What happens to a matrix [out, in] or a vector before rounding: w * 2**rows[:, None] * 2**columns[None, :]."""
 
     rows: np.ndarray | None = None
-    """[*lead, out] int8; [width] of a norm or bias."""
+    """[out] int8; [width] of a norm or bias."""
     columns: np.ndarray | None = None
-    """[*lead, in] int8."""
-    importance: np.ndarray | None = None
-    """[*lead, in] float32: mean square of each input channel after smoothing, for weighted rounding."""
+    """[in] int8."""
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing happens."""
-        return self.rows is None and self.columns is None and self.importance is None
+        return self.rows is None and self.columns is None
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """For a file."""
+        fields = {"rows": self.rows, "columns": self.columns}
+        return {name: array for name, array in fields.items() if array is not None}
 
 
 def exponents(activations: np.ndarray, weights: np.ndarray, alpha: float) -> np.ndarray:
     """[channels] int8: log2 of activations**alpha / weights**(1 - alpha), centred and rounded.
 
     Args:
-        activations: [*lead, channels] largest magnitude of each channel.
-        weights: [*lead, channels] largest magnitude of the columns that read it.
+        activations: [channels] largest magnitude of each channel.
+        weights: [channels] largest magnitude of the columns that read it.
         alpha: share of the difficulty that moves into the weights.
     """
     known = (activations > 0) & (weights > 0) & np.isfinite(activations) & np.isfinite(weights)
@@ -57,53 +56,53 @@ def exponents(activations: np.ndarray, weights: np.ndarray, alpha: float) -> np.
     return np.clip(np.rint(centred), -LARGEST_EXPONENT, LARGEST_EXPONENT).astype(np.int8)
 
 
-def treatments(
+def column_max(weight: np.ndarray) -> np.ndarray:
+    """[in]: largest magnitude of each column of [out, in]."""
+    return np.abs(weight).max(axis=0)
+
+
+def layer_treatments(
     config: DecoderConfig,
-    weights: Mapping[str, np.ndarray],
-    observation: LayerObservation,
-    quantized: frozenset[str],
-    alpha: float | None,
+    columns: Mapping[str, np.ndarray],
+    present: frozenset[str],
+    stats: Mapping[str, InputStats],
+    alphas: Mapping[str, float],
 ) -> dict[str, Treatment]:
-    """Parameter path within its block -> treatment, of one layer.
+    """Local name -> treatment of one layer: all but what each routed expert decides for itself.
 
     Args:
         config: the model.
-        weights: of `load_layer`.
-        observation: what the layer was fed.
-        quantized: paths that the recipe rounds.
-        alpha: of smoothing; None: no smoothing, importance only.
+        columns: local name -> `column_max` of what is quantised and reads a smoothed input; of 'ffn.gate' and 'ffn.up'
+            of routed experts the largest over all experts.
+        present: local names of the layer's parameters.
+        stats: what the layer was fed, by tap.
+        alphas: local name -> share of the difficulty that moves into this weight, of what the recipe rounds; where
+            several read one input the least counts.
     """
-    plan = _Plan(weights=weights, quantized=quantized, alpha=alpha)
+    plan = _Plan(columns=columns, present=present, alphas=alphas)
     plan.group(
-        observation.inputs["attention.in"],
+        stats["attention.in"],
         readers=[f"attention.{name}" for name in ("q", "k", "v", "q_a", "kv_a", "gate")]
         + ["indexer.k", "indexer.weights"]
-        + ([] if "attention.q_a" in weights else ["indexer.q"]),
+        + ([] if "attention.q_a" in present else ["indexer.q"]),
         makers=["attention_norm.weight"],
     )
-    _values(plan, config, observation.inputs["attention.o.in"])
+    _values(plan, config, stats["attention.o.in"])
     readers = ["ffn.router.weight", "ffn.gate", "ffn.up", "ffn.shared.gate", "ffn.shared.up"]
-    plan.group(observation.inputs["ffn.in"], readers=readers, makers=["ffn_norm.weight"])
-    if observation.expert_inputs is None:
-        plan.group(observation.inputs["ffn.down.in"], readers=["ffn.down"], makers=["ffn.up"])
-        return plan.result()
-    if "shared.down.in" in observation.inputs:
-        plan.group(observation.inputs["shared.down.in"], readers=["ffn.shared.down"], makers=["ffn.shared.up"])
-    assert observation.expert_hidden is not None
-    # A clamp or an added one stands between up and down: a factor cannot pass it.
-    passes = config.moe.activation == "swiglu" and config.moe.limit is None
-    plan.group(
-        observation.expert_hidden,
-        readers=["ffn.down"],
-        makers=["ffn.up", "ffn.up_bias"] if passes else [],
-        moves=passes,
-    )
-    plan.expert_importance(("ffn.gate", "ffn.up"), observation.expert_inputs)
-    plan.expert_importance(("ffn.down",), observation.expert_hidden)
+    plan.group(stats["ffn.in"], readers=readers, makers=["ffn_norm.weight"])
+    if "ffn.down.in" in stats:
+        plan.group(stats["ffn.down.in"], readers=["ffn.down"], makers=["ffn.up"])
+    if "shared.down.in" in stats:
+        plan.group(stats["shared.down.in"], readers=["ffn.shared.down"], makers=["ffn.shared.up"])
     return plan.result()
 
 
-def _values(plan: "_Plan", config: DecoderConfig, stats: ChannelStats) -> None:
+def smooths_hidden(config: DecoderConfig) -> bool:
+    """Whether a factor passes from an expert's up projection to its down projection: no clamp or sum in between."""
+    return config.moe.activation == "swiglu" and config.moe.limit is None
+
+
+def _values(plan: "_Plan", config: DecoderConfig, stats: InputStats) -> None:
     """Value channels: made by v_proj (shared by the query heads of a group) or by kv_b_proj's second halves."""
     attention = config.attention
     if isinstance(attention, AttentionConfig):
@@ -113,7 +112,6 @@ def _values(plan: "_Plan", config: DecoderConfig, stats: ChannelStats) -> None:
             plan.move("attention.o", np.broadcast_to(shared, shape).reshape(-1))
             for maker in ("attention.v", "attention.v_bias"):
                 plan.take(maker, shared.reshape(-1))
-        plan.importance("attention.o", stats)
         return
     own = plan.shared_exponents(stats, "attention.o", (attention.heads, attention.v_dim), axis=None)
     if own is not None:
@@ -121,85 +119,65 @@ def _values(plan: "_Plan", config: DecoderConfig, stats: ChannelStats) -> None:
         halves = np.zeros((attention.heads, attention.nope_dim + attention.v_dim), np.int8)
         halves[:, attention.nope_dim :] = own
         plan.take("attention.kv_b", halves.reshape(-1))
-    plan.importance("attention.o", stats)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     """Collects exponents of rows and columns while groups are planned; each column group is planned once."""
 
-    def __init__(self, *, weights: Mapping[str, np.ndarray], quantized: frozenset[str], alpha: float | None):
-        self._weights, self._quantized, self._alpha = weights, quantized, alpha
-        self._rows: dict[str, np.ndarray] = {}
-        self._columns: dict[str, np.ndarray] = {}
-        self._importance: dict[str, np.ndarray] = {}
+    columns: Mapping[str, np.ndarray]
+    present: frozenset[str]
+    alphas: Mapping[str, float]
+    _rows: dict[str, np.ndarray] = field(default_factory=dict)
+    _moved: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def group(self, stats: ChannelStats, *, readers: Iterable[str], makers: Iterable[str], moves: bool = True) -> None:
+    def group(self, stats: InputStats, *, readers: Iterable[str], makers: Iterable[str]) -> None:
         """One input with all that reads it and all that makes it."""
-        present = [name for name in readers if name in self._weights]
-        rounded = [name for name in present if name in self._quantized]
-        if moves and rounded and self._alpha is not None:
-            tops = [self._column_max(name, stats.absmax.ndim) for name in rounded]
-            chosen = exponents(stats.absmax, np.maximum.reduce(tops), self._alpha)
-            for name in present:
-                self.move(name, chosen)
-            for name in makers:
-                self.take(name, chosen)
-        for name in rounded:
-            self.importance(name, stats)
+        readers = [name for name in readers if name in self.present]
+        rounded = [name for name in readers if name in self.alphas]
+        if not rounded:
+            return
+        alpha = min(self.alphas[name] for name in rounded)
+        chosen = exponents(stats.absmax, np.maximum.reduce([self.columns[name] for name in rounded]), alpha)
+        for name in readers:
+            self.move(name, chosen)
+        for name in makers:
+            self.take(name, chosen)
 
     def shared_exponents(
-        self, stats: ChannelStats, reader: str, shape: tuple[int, ...], axis: int | None
+        self, stats: InputStats, reader: str, shape: tuple[int, ...], axis: int | None
     ) -> np.ndarray | None:
         """Exponents of a reader's channels, equal along `axis` (kept with size one); None: nothing is to be gained."""
-        if self._alpha is None or reader not in self._quantized:
+        if reader not in self.alphas:
             return None
-        activations, columns = stats.absmax.reshape(shape), self._column_max(reader, 1).reshape(shape)
+        activations, columns = stats.absmax.reshape(shape), self.columns[reader].reshape(shape)
         if axis is not None:
             activations, columns = activations.max(axis, keepdims=True), columns.max(axis, keepdims=True)
-        return exponents(activations.reshape(-1), columns.reshape(-1), self._alpha).reshape(activations.shape)
+        return exponents(activations.reshape(-1), columns.reshape(-1), self.alphas[reader]).reshape(activations.shape)
 
     def move(self, reader: str, chosen: np.ndarray) -> None:
         """Multiplies a reader's columns."""
-        assert reader not in self._columns, reader
-        lead = self._weights[reader].shape[1:-2]
-        self._columns[reader] = np.broadcast_to(chosen, (*lead, chosen.shape[-1])) if chosen.ndim == 1 else chosen
+        assert reader not in self._moved, reader
+        self._moved[reader] = chosen
 
     def take(self, maker: str, chosen: np.ndarray) -> None:
         """Divides a maker's rows, if it is there."""
-        if maker in self._weights:
+        if maker in self.present:
             assert maker not in self._rows, maker
             self._rows[maker] = (-chosen).astype(np.int8)
 
-    def importance(self, reader: str, stats: ChannelStats) -> None:
-        """Mean squares of a reader's input as it will be."""
-        if reader in self._quantized:
-            self._importance[reader] = self._smoothed(reader, stats.mean_square())
-
-    def expert_importance(self, readers: Iterable[str], stats: ChannelStats) -> None:
-        """Of each expert, drawn towards the mean of all the more, the fewer tokens it saw."""
-        for reader in readers:
-            if reader in self._quantized:
-                own, count = stats.mean_square(), stats.count[:, None].astype(np.float64)
-                mean = stats.squares.sum(0, keepdims=True) / max(1, int(stats.count.sum()))
-                share = count / (count + own.shape[-1])
-                self._importance[reader] = self._smoothed(reader, share * own + (1 - share) * mean)
-
-    def _smoothed(self, reader: str, squares: np.ndarray) -> np.ndarray:
-        columns = self._columns.get(reader)
-        scaled = squares if columns is None else squares * np.exp2(-2.0 * columns)
-        return scaled.astype(np.float32)
-
-    def _column_max(self, name: str, ndim: int) -> np.ndarray:
-        """Largest magnitude of each column: of each expert where the input has experts, else over all of them."""
-        columns = np.abs(self._weights[name][0]).max(axis=-2)
-        return columns if columns.ndim == ndim else columns.max(axis=0)
-
     def result(self) -> dict[str, Treatment]:
         """All treatments."""
-        names = {*self._rows, *self._columns, *self._importance}
-        return {
-            name: Treatment(
-                rows=self._rows.get(name), columns=self._columns.get(name), importance=self._importance.get(name)
-            )
-            for name in sorted(names)
-        }
+        names = sorted({*self._rows, *self._moved})
+        return {name: Treatment(rows=self._rows.get(name), columns=self._moved.get(name)) for name in names}
+
+
+def scale_weight(weight: np.ndarray, treatment: Treatment) -> np.ndarray:
+    """A weight [out, in] or vector [width] in float32 with its exponents applied: exact."""
+    scaled = weight.astype(np.float32)
+    if treatment.rows is not None:
+        rows = np.exp2(treatment.rows.astype(np.float32))
+        scaled = scaled * (rows if weight.ndim == 1 else rows[:, None])
+    if treatment.columns is not None:
+        scaled = scaled * np.exp2(treatment.columns.astype(np.float32))[None, :]
+    return scaled

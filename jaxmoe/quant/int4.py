@@ -1,8 +1,9 @@
 """Pairs: two values of the 4-bit grid in a byte, the form of a 4-bit weight on disk and in memory.
 
-Each group of the input axis is stored in bytes of its own, half as many as it has elements. The low nibble of byte i is
-element i of the group, the high nibble is element `width / 2 + i`, both in two's complement. So a group is taken apart
-by two shifts and a concatenation, a byte belongs to one row, and slices along other axes are slices of bytes.
+Each group of the input axis (a whole row, where that has one scale) is stored in bytes of its own, half as many as it
+has elements. The low nibble of byte i is element i of the group, the high nibble is element `width / 2 + i`, both in
+two's complement. So a group is taken apart by two shifts and a concatenation, a byte belongs to one row, and slices
+along other axes are slices of bytes.
 
 Not `jnp.int4`: XLA widens it on CPU before anything else (jax 0.10.2), a whole stack of experts for a loop that reads
 them one by one. Measured on two Zen 5 cores, W4A8-g128, next to INT8 weights of the same shape:

@@ -24,8 +24,8 @@ _INT8, _PAIRS = np.dtype(np.int8), np.dtype(np.uint8)
 class Scheme:
     """How a weight [..., out, in] and the activations that meet it are stored and multiplied.
 
-    Invariants (checked on construction): `weight_bits` is 4 or 8; `activation_bits` is 8 or 16; with 8 bits
-    `group is None` (one scale per output channel) or `group >= 1`, with 4 bits `group` is one of `GROUPS`.
+    Invariants (checked on construction): `weight_bits` is 4 or 8; `activation_bits` is 8 or 16; `group is None`
+    (one scale per output channel) or `group >= 1`, with 4 bits one of `GROUPS`.
     """
 
     weight_bits: Bits = 8
@@ -51,10 +51,10 @@ class Scheme:
                 f"no scheme has weight_bits={self.weight_bits}, activation_bits={self.activation_bits}, "
                 f"group={self.group}: weights have 4 or 8 bits, activations 8 or 16, a group at least one element"
             )
-        if self.weight_bits == 4 and self.group not in GROUPS:
+        if self.weight_bits == 4 and self.group not in (None, *GROUPS):
             raise RecipeError(
-                f"no scheme has weight_bits=4 with group={self.group}: 15 steps are too few for a whole row, so that "
-                f"4-bit weights have one scale per {_listed(GROUPS)} inputs"
+                f"no scheme has weight_bits=4 with group={self.group}: 4-bit weights have one scale per "
+                f"{_listed(GROUPS)} inputs or one a row"
             )
 
     @property
@@ -108,25 +108,22 @@ def parse_scheme(text: str) -> Scheme:
     """The scheme with the name `text`.
 
     Raises:
-        RecipeError: the text is no scheme, its group size is not one of 32, 64, 128, 256, or it has 4-bit weights with
-            one scale a row.
+        RecipeError: the text is no scheme, or its group size is not one of 32, 64, 128, 256.
     """
     match = _NAME.match(text)
     if match is None:
         raise RecipeError(
             f"unknown scheme {text!r}: use w8a8-g128 (INT8 weights, one scale per 128 inputs, INT8 activations per "
-            "token), w4a8-g128 (4-bit weights), w8a16-g128 or w4a16-g128 (weight only), or w8a8-channel; groups of 32, "
-            "64, 128 and 256 are allowed"
+            "token), w4a8-g128 (4-bit weights), w8a16-g128 or w4a16-g128 (weight only), or -channel instead of a group "
+            "(one scale a row); groups of 32, 64, 128 and 256 are allowed"
         )
     if match[3] not in (None, *map(str, GROUPS)):
         raise RecipeError(f"scheme {text!r}: a group of {match[3]} is not one of {_listed(GROUPS, ', ')}")
-    group = None if match[3] is None else int(match[3])
-    try:
-        return Scheme(
-            weight_bits=4 if match[1] == "4" else 8, activation_bits=8 if match[2] == "8" else 16, group=group
-        )
-    except RecipeError as error:
-        raise RecipeError(f"scheme {text!r}: {error}") from error
+    return Scheme(
+        weight_bits=4 if match[1] == "4" else 8,
+        activation_bits=8 if match[2] == "8" else 16,
+        group=None if match[3] is None else int(match[3]),
+    )
 
 
 def _listed(values: Sequence[int], last: str = " or ") -> str:

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
+import ml_dtypes
 import numpy as np
 
 from jaxmoe.models.manifest import Entry
-from jaxmoe.weights.encodings import Encoding, Index, Integers
+from jaxmoe.weights.encodings import Encoding, Index, Integers, Plain
 from jaxmoe.weights.safetensors import Checkpoint
 
 
@@ -101,18 +102,33 @@ class Source:
             array = encoding.read(self.checkpoint, cell.tensor, stored.shape, where)
         else:
             assert isinstance(encoding, Integers) and not entry.view.transposed, cell
-            read = encoding.read_values if part == "values" else encoding.read_scales
-            array = read(self.checkpoint, cell.tensor, where)
+            array = (
+                encoding.read_values(self.checkpoint, cell.tensor, stored.shape, where)
+                if part == "values"
+                else encoding.read_scales(self.checkpoint, cell.tensor, where)
+            )
         array = array.reshape(array.shape[len(where) - len(index) :])
         return array.swapaxes(-1, -2) if entry.view.transposed else array
+
+    def stored_dtype(self, cell: Cell) -> np.dtype | None:
+        """Dtype of a plain tensor; None: it is decoded."""
+        plain = isinstance(self.stored[cell.tensor].encoding, Plain)
+        return self.checkpoint.tensors[cell.tensor].dtype if plain else None
+
+    def dtype(self, entry: Entry, cell: Cell) -> np.dtype:
+        """Dtype of the floats that `read` gives."""
+        return self.stored_dtype(cell) or np.dtype(np.float32)
+
+    def kept_dtype(self, entry: Entry, cell: Cell) -> np.dtype:
+        """Dtype that a cell is written in when it stays float: its own, or bfloat16 where it was decoded."""
+        return self.stored_dtype(cell) or np.dtype(np.float32 if entry.float32 else ml_dtypes.bfloat16)
 
 
 def _tensor_index(entry: Entry, cell: Cell, index: Index) -> Index:
     """Where a part of a cell lies in its tensor: `View`, as slices."""
     view, parts = entry.view, list(index)
     if view.parts > 1:
-        # A fused bias has one axis of its own, a fused matrix two.
-        rows = -1 if entry.role == "experts.bias" else -2
+        rows = entry.row_axis
         size = cell_shape(entry)[rows]
         chosen = range(*parts[rows].indices(size))
         if view.interleaved:

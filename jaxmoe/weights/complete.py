@@ -12,13 +12,11 @@ from jaxmoe.models.leaves import Schemes
 from jaxmoe.models.manifest import Manifest
 from jaxmoe.quant.scheme import Scheme
 from jaxmoe.weights.cells import Stored
+from jaxmoe.weights.decoded import Fp8Blocks, Fp8Scales, Int4Groups, MxFp4
 from jaxmoe.weights.encodings import (
     FLOAT_DTYPES,
     Encoding,
-    Fp8Blocks,
-    Int4Groups,
     Integers,
-    MxFp4,
     Part,
     Plain,
     Tensors,
@@ -30,7 +28,9 @@ from jaxmoe.weights.safetensors import Checkpoint
 _MOST_LISTED = 10
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq\Z")
 _ALL_SUFFIXES = {
-    suffix: main for encoding in (Fp8Blocks, MxFp4, Int4Groups, Integers) for suffix, main in encoding.suffixes.items()
+    suffix: main
+    for encoding in (Fp8Blocks, MxFp4, Int4Groups, Integers, Fp8Scales)
+    for suffix, main in encoding.suffixes.items()
 }
 """Endings of the names of parts in any format."""
 
@@ -105,7 +105,7 @@ def schemes_of_stored(manifest: Manifest, stored: Mapping[str, Stored]) -> dict[
             )
         schemes[entry.path] = kinds[names[0]]
     if decoded:
-        logger.info("%d INT8 tensors are decoded to floats: their roles have no integer operator", decoded)
+        logger.info("%d tensors of integers are decoded to floats: their roles have no integer operator", decoded)
     return schemes
 
 

@@ -7,38 +7,42 @@ it. Decoded encodings end as floats. `Integers` stay as they are: their values a
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final, final
+from typing import ClassVar, Final, Literal, final
 
 import ml_dtypes
 import numpy as np
 
-from jaxmoe.errors import UnsupportedError, WeightsError
+from jaxmoe.errors import RecipeError, UnsupportedError, WeightsError
 from jaxmoe.models.leaves import scale_name
 from jaxmoe.quant.scheme import Scheme
 from jaxmoe.weights.header import TensorMeta
 from jaxmoe.weights.packing import (
-    Decode,
-    decode_scaled,
-    fp4_to_float,
-    fp8_to_float,
-    offset_int4_to_float,
+    int8_to_pairs,
     pairs_to_int8,
-    powers_of_two,
+    rows_to_int8,
+    rows_to_pairs,
 )
 from jaxmoe.weights.safetensors import Checkpoint
 
 FLOAT_DTYPES: Final = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
-_FLOAT32: Final = (np.dtype(np.float32),)
-_INT8: Final = (np.dtype(np.int8),)
-_UINT8: Final = (np.dtype(np.uint8),)
-_INT32: Final = (np.dtype("<i4"),)
-_FP8: Final = (np.dtype(ml_dtypes.float8_e4m3fn),)
-_MX_GROUP: Final = 32
-"""Elements that share a scale in every MX format."""
+FLOAT32: Final = (np.dtype(np.float32),)
+INT8: Final = (np.dtype(np.int8),)
+UINT8: Final = (np.dtype(np.uint8),)
+FP8: Final = (np.dtype(ml_dtypes.float8_e4m3fn),)
+INT32: Final = (np.dtype("<i4"),)
 
 Index = tuple[slice, ...]
 """One slice of step >= 1 for every axis of a logical tensor (of its scales, where those are read)."""
 Tensors = Mapping[str, TensorMeta]
+Storage = Literal["own", "bytes", "rows", "words"]
+"""How integers lie in the files.
+
+own: INT8 [.., out, in], or our own 4-bit pairs (see `quant.int4`) under the name plus "_packed".
+bytes: 4 bits in an INT8 each (compressed-tensors `int-quantized`).
+rows: 4 bits [.., out / 2, in], row 2j in the low nibbles of row j and row 2j + 1 in the high ones, in two's complement
+    (AscendV1 W4A8_DYNAMIC).
+words: 8 bits plus 128, four to a little-endian 32-bit word (compressed-tensors `pack-quantized`).
+"""
 
 
 @final
@@ -109,216 +113,84 @@ class Plain(Encoding):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Blocks(Encoding):
-    """FP8 with one float scale for each block of rows and columns. Source: DeepSeek-V3, README_WEIGHTS.md."""
-
-    suffixes: ClassVar[Mapping[str, str]] = {"_scale_inv": ""}
-    block: tuple[int, int] = (128, 128)
-    """Rows and columns of a block; the last ones may be shorter."""
-
-    def label(self) -> str:
-        """See `Encoding`."""
-        return f"FP8 in blocks of {self.block[0]}x{self.block[1]}"
-
-    def parts(self, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-        """See `Encoding`."""
-        _need_matrix(name, shape, self)
-        blocks = (*shape[:-2], _count(shape[-2], self.block[0]), _count(shape[-1], self.block[1]))
-        return (
-            Part(name=name, shapes=(shape,), dtypes=_FP8),
-            Part(name=f"{name}_scale_inv", shapes=(blocks,), dtypes=(np.dtype(np.float32), FLOAT_DTYPES[2])),
-        )
-
-    def claims(self, name: str, tensors: Tensors) -> bool:
-        """See `Encoding`."""
-        return _is(tensors, name, _FP8) or f"{name}_scale_inv" in tensors
-
-    def read(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
-        """See `Encoding`."""
-        codes = checkpoint.read(name, index).view(np.uint8)
-        rows, row_groups = _groups(index[-2], shape[-2], self.block[0])
-        columns, column_groups = _groups(index[-1], shape[-1], self.block[1])
-        scale = f"{name}_scale_inv"
-        scales = checkpoint.read(scale, (*index[:-2], rows, columns)).astype(np.float32)
-        _check_scales(scale, scales, zero=True)
-        return _finite(name, decode_scaled(codes, fp8_to_float, slice(None), scales, row_groups, column_groups))
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MxFp8(Encoding):
-    """FP8 with one power-of-two scale for 32 inputs. Source: OCP Microscaling Formats 1.0; ModelOpt's tensor names."""
-
-    suffixes: ClassVar[Mapping[str, str]] = {"_scale": ""}
-
-    def label(self) -> str:
-        """See `Encoding`."""
-        return "MXFP8"
-
-    def parts(self, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-        """See `Encoding`."""
-        _need_matrix(name, shape, self)
-        groups = (*shape[:-1], _count(shape[-1], _MX_GROUP))
-        return (
-            Part(name=name, shapes=(shape,), dtypes=_FP8),
-            Part(name=scale_name(name), shapes=(groups,), dtypes=_UINT8),
-        )
-
-    def claims(self, name: str, tensors: Tensors) -> bool:
-        """See `Encoding`."""
-        return _is(tensors, name, _FP8) or scale_name(name) in tensors
-
-    def read(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
-        """See `Encoding`."""
-        codes = checkpoint.read(name, index).view(np.uint8)
-        scales, groups = _read_powers(checkpoint, scale_name(name), index, shape[-1])
-        return _decode_rows(name, codes, fp8_to_float, slice(None), scales, groups)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MxFp4(Encoding):
-    """FP4 in blocks of 32 inputs with one power-of-two scale each. Source: the gpt-oss checkpoints.
-
-    The logical name is that of the blocks [.., out, in / 32, 16].
-    """
-
-    suffixes: ClassVar[Mapping[str, str]] = {"_scales": "_blocks"}
-
-    def label(self) -> str:
-        """See `Encoding`."""
-        return "MXFP4"
-
-    def parts(self, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-        """See `Encoding`."""
-        _need_matrix(name, shape, self)
-        if shape[-1] % _MX_GROUP:
-            raise UnsupportedError(f"{name}: {shape[-1]} inputs are no multiple of {_MX_GROUP}, which MXFP4 needs")
-        blocks = (*shape[:-1], shape[-1] // _MX_GROUP)
-        return (
-            Part(name=name, shapes=((*blocks, _MX_GROUP // 2),), dtypes=_UINT8),
-            Part(name=self._scales(name), shapes=(blocks,), dtypes=_UINT8),
-        )
-
-    def claims(self, name: str, tensors: Tensors) -> bool:
-        """See `Encoding`."""
-        return name.endswith("_blocks")
-
-    def read(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
-        """See `Encoding`."""
-        blocks, columns = cover(index[-1], shape[-1], _MX_GROUP)
-        raw = checkpoint.read(name, (*index[:-1], blocks))
-        codes = raw.reshape(*raw.shape[:-2], -1)
-        scales, groups = _read_powers(checkpoint, self._scales(name), index, shape[-1])
-        return _decode_rows(name, codes, fp4_to_float, columns, scales, groups)
-
-    @staticmethod
-    def _scales(name: str) -> str:
-        return f"{name.removesuffix('_blocks')}_scales"
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Int4Groups(Encoding):
-    """INT4, eight to a 32-bit word, one float scale a group of inputs. Source: compressed-tensors `pack-quantized`.
-
-    Words are little-endian, the lowest nibble first; a nibble stores the value plus 8.
-    """
-
-    suffixes: ClassVar[Mapping[str, str]] = {"_packed": "", "_shape": "", "_scale": ""}
-    group: int | None
-    """None: one scale for each output."""
-
-    def label(self) -> str:
-        """See `Encoding`."""
-        return "packed INT4"
-
-    def parts(self, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-        """See `Encoding`."""
-        _need_matrix(name, shape, self)
-        groups = (*shape[:-1], _count(shape[-1], self._width(shape)))
-        return (
-            Part(name=f"{name}_packed", shapes=((*shape[:-1], -(-shape[-1] // 8)),), dtypes=_INT32),
-            Part(name=scale_name(name), shapes=(groups,), dtypes=FLOAT_DTYPES),
-            Part(name=f"{name}_shape", shapes=((len(shape),),), dtypes=(*_INT32, np.dtype("<i8"))),
-        )
-
-    def claims(self, name: str, tensors: Tensors) -> bool:
-        """See `Encoding`."""
-        packed = f"{name}_packed" in tensors or f"{name}_shape" in tensors
-        return packed or (name not in tensors and scale_name(name) in tensors)
-
-    def read(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
-        """See `Encoding`."""
-        stated = tuple(checkpoint.read(f"{name}_shape").tolist())
-        if stated != shape:
-            raise WeightsError(f"{name}_shape says {list(stated)}, config.json asks for {list(shape)}")
-        words, columns = cover(index[-1], shape[-1], 8)
-        codes = checkpoint.read(f"{name}_packed", (*index[:-1], words)).view(np.uint8)
-        part, groups = _groups(index[-1], shape[-1], self._width(shape))
-        scales = checkpoint.read(scale_name(name), (*index[:-1], part)).astype(np.float32)
-        _check_scales(scale_name(name), scales, zero=True)
-        return _decode_rows(name, codes, offset_int4_to_float, columns, scales, groups)
-
-    def _width(self, shape: tuple[int, ...]) -> int:
-        return shape[-1] if self.group is None else self.group
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Integers(Encoding):
-    """Symmetric INT8, or our own 4-bit pairs (see `quant.int4`), with one float scale a group of inputs."""
+    """Symmetric integers of 8 or 4 bits with one float scale a group of inputs, which a QArray takes as they are."""
 
-    suffixes: ClassVar[Mapping[str, str]] = {"_scale": "", "_packed": "", "_offset": ""}
+    suffixes: ClassVar[Mapping[str, str]] = {
+        "_scale": "",
+        "_packed": "",
+        "_offset": "",
+        "_shape": "",
+        ".scale_bias": ".weight",
+    }
     scheme: Scheme
-    scale_dtypes: tuple[np.dtype, ...] = _FLOAT32
+    scale_dtypes: tuple[np.dtype, ...] = FLOAT32
     """Dtypes that scales may have on disk; in memory they are float32."""
     flat_scales: bool = False
     """Whether one scale an output may be stored without the axis of groups."""
     offset: bool = False
     """Whether `_offset` tensors are there too, all zero (AscendV1)."""
+    storage: Storage = "own"
 
     def label(self) -> str:
         """See `Encoding`."""
-        return f"INT{self.scheme.weight_bits} ({self.scheme.name})"
+        where = {"own": "", "bytes": ", one a byte", "rows": ", rows in pairs", "words": ", in words"}[self.storage]
+        return f"INT{self.scheme.weight_bits} ({self.scheme.name}{where})"
 
     def parts(self, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """See `Encoding`."""
-        _need_matrix(name, shape, self)
+        need_matrix(name, shape, self)
         groups = self.scheme.scales_shape(shape)
         flat = (shape[:-1],) if self.flat_scales and self.scheme.group is None else ()
-        values = (self.scheme.values_shape(shape),)
         parts = [
-            Part(name=values_name(name, self.scheme), shapes=values, dtypes=(self.scheme.values_dtype,)),
+            self._values_part(name, shape),
             Part(name=scale_name(name), shapes=(groups, *flat), dtypes=self.scale_dtypes),
         ]
         if self.offset:
             parts.append(Part(name=f"{name}_offset", shapes=(groups,), dtypes=FLOAT_DTYPES))
+        if self.storage == "words":
+            parts.append(shape_part(name, shape))
+        if self.storage == "rows":
+            # 8 times the sum of a row's weights, or of each sixteenth of it: what its kernel takes off again.
+            sums = ((*shape[:-1], 1), (*shape[:-1], 16))
+            parts.append(Part(name=module_part(name, "scale_bias"), shapes=sums, dtypes=FLOAT_DTYPES))
         return tuple(parts)
 
     def claims(self, name: str, tensors: Tensors) -> bool:
         """See `Encoding`."""
-        parts = [scale_name(name), *([f"{name}_offset"] if self.offset else [])]
-        return _is(tensors, name, _INT8) or any(part in tensors for part in parts)
+        if self.storage == "words":
+            return claims_packed(name, tensors)
+        others = [f"{name}_offset"] if self.offset else []
+        others += [module_part(name, "scale_bias")] if self.storage == "rows" else []
+        # Scales alone do not tell: packed and FP8 tensors have them under the same name.
+        others += [] if is_packed(name, tensors) or has(tensors, name, FP8) else [scale_name(name)]
+        return has(tensors, name, INT8) or any(part in tensors for part in others)
 
     def read(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         """See `Encoding`."""
-        group = self.scheme.group_size(shape[-1])
-        part, groups = _groups(index[-1], shape[-1], group)
+        part, groups = groups_of(index[-1], shape[-1], self.scheme.group_size(shape[-1]))
         scales = self.read_scales(checkpoint, name, (*index[:-1], part))
-        if self.scheme.weight_bits == 8:
-            values = self.read_values(checkpoint, name, index).astype(np.float32)
-        else:
-            _, columns = cover(index[-1], shape[-1], group)
-            half = slice(part.start * group // 2, min(part.stop * group, shape[-1]) // 2)
-            values = pairs_to_int8(self.read_values(checkpoint, name, (*index[:-1], half)), group)
-            values = values[..., columns].astype(np.float32)
+        values = self._integers(checkpoint, name, shape, index).astype(np.float32)
         values *= np.take(scales, groups, axis=-1)
         return values
 
-    def read_values(self, checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
-        """The integers at `index` in the form of a QArray: the last axis counts bytes where a byte holds two."""
-        return checkpoint.read(values_name(name, self.scheme), index)
+    def read_values(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
+        """The integers at `index` in the form of a QArray: the last axis counts bytes where a byte holds two.
+
+        Raises:
+            WeightsError: a value is not one of its bits, or the parts contradict each other.
+        """
+        if self.scheme.weight_bits == 8:
+            return self._integers(checkpoint, name, shape, index)
+        if self.storage == "own":
+            return checkpoint.read(values_name(name, self.scheme), index)
+        group = self.scheme.group_size(shape[-1])
+        covering, columns = cover(index[-1], shape[-1] // 2, group // 2)
+        whole = (*index[:-1], slice(covering.start * group, min(covering.stop * group, shape[-1])))
+        if self.storage == "bytes":
+            return int8_to_pairs(self._integers(checkpoint, name, shape, whole), group)[..., columns]
+        packed, rows = self._packed_rows(checkpoint, name, shape, whole)
+        return rows_to_pairs(packed, group)[..., rows, columns]
 
     def read_scales(self, checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
         """The float32 scales [.., out, groups] at `index`.
@@ -330,15 +202,68 @@ class Integers(Encoding):
         flat = len(checkpoint.tensors[scale].shape) < len(index)
         scales = checkpoint.read(scale, index[:-1] if flat else index)
         scales = (scales[..., None] if flat else scales).astype(np.float32)
-        _check_scales(scale, scales, zero=False)
+        check_scales(scale, scales, zero=False)
         if self.offset and checkpoint.read(offset, index).any():
             raise WeightsError(f"{offset} is not zero: only symmetric quantisation is supported")
         return scales
+
+    def _values_part(self, name: str, shape: tuple[int, ...]) -> Part:
+        try:
+            own = self.scheme.values_shape(shape)
+        except RecipeError as error:
+            raise UnsupportedError(f"{name}: {error}") from error
+        if self.storage == "own":
+            return Part(name=values_name(name, self.scheme), shapes=(own,), dtypes=(self.scheme.values_dtype,))
+        if self.storage == "bytes":
+            return Part(name=name, shapes=(shape,), dtypes=INT8)
+        if self.storage == "words":
+            words = (*shape[:-1], count_of(shape[-1], 4))
+            return Part(name=f"{name}_packed", shapes=(words,), dtypes=INT32)
+        if shape[-2] % 2:
+            raise UnsupportedError(f"{name} of shape {list(shape)}: {shape[-2]} rows cannot be stored in pairs")
+        return Part(name=name, shapes=((*shape[:-2], shape[-2] // 2, shape[-1]),), dtypes=INT8)
+
+    def _integers(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
+        """The integers [.., out, in] at `index`, one a byte."""
+        if self.storage == "words":
+            check_shape(checkpoint, name, shape)
+            words, columns = cover(index[-1], shape[-1], 4)
+            codes = checkpoint.read(f"{name}_packed", (*index[:-1], words)).view(np.uint8)[..., columns]
+            return (codes ^ np.uint8(128)).view(np.int8)
+        if self.storage == "rows":
+            packed, rows = self._packed_rows(checkpoint, name, shape, index)
+            return rows_to_int8(packed)[..., rows, :]
+        if self.scheme.weight_bits == 8:
+            return checkpoint.read(name, index)
+        if self.storage == "bytes":
+            values = checkpoint.read(name, index)
+            # In place, so that a large weight is not copied to be checked; two's complement is taken as it is.
+            if values.size and (values.min() < -8 or values.max() > 7):
+                raise WeightsError(f"{name}: a value is outside -8..7, which 4 bits hold")
+            return values
+        group = self.scheme.group_size(shape[-1])
+        covering, columns = cover(index[-1], shape[-1], group)
+        half = slice(covering.start * group // 2, min(covering.stop * group, shape[-1]) // 2)
+        pairs = checkpoint.read(values_name(name, self.scheme), (*index[:-1], half))
+        return pairs_to_int8(pairs, group)[..., columns]
+
+    @staticmethod
+    def _packed_rows(
+        checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: Index
+    ) -> tuple[np.ndarray, slice]:
+        """(rows of the file that hold some rows, where those are among the rows that they hold)."""
+        covering, rows = cover(index[-2], shape[-2], 2)
+        return checkpoint.read(name, (*index[:-2], covering, index[-1])).view(np.uint8), rows
 
 
 def values_name(tensor: str, scheme: Scheme) -> str:
     """Name of the integers of a tensor: its own, or 'x.weight_packed' where a byte holds two."""
     return tensor if scheme.weight_bits == 8 else f"{tensor}_packed"
+
+
+def module_part(tensor: str, part: str) -> str:
+    """Name of a tensor beside a weight: 'x.up_proj.weight' -> 'x.up_proj.scale_bias'."""
+    return f"{tensor.removesuffix('.weight')}.{part}"
 
 
 def cover(part: slice, size: int, width: int) -> tuple[slice, slice]:
@@ -350,49 +275,59 @@ def cover(part: slice, size: int, width: int) -> tuple[slice, slice]:
     return slice(first, last + 1), slice(start, start + positions[-1] - positions[0] + 1, positions.step)
 
 
-def _groups(part: slice, size: int, width: int) -> tuple[slice, np.ndarray]:
+def groups_of(part: slice, size: int, width: int) -> tuple[slice, np.ndarray]:
     """(groups that hold a part of an axis, which of those groups each element of the part is in)."""
     covering, _ = cover(part, size, width)
     return covering, np.arange(*part.indices(size)) // width - covering.start
 
 
-def _count(size: int, width: int) -> int:
+def count_of(size: int, width: int) -> int:
+    """Groups of `width` in an axis; the last one may be shorter."""
     return -(-size // width)
 
 
-def _is(tensors: Tensors, name: str, dtypes: tuple[np.dtype, ...]) -> bool:
+def has(tensors: Tensors, name: str, dtypes: tuple[np.dtype, ...]) -> bool:
+    """Whether a tensor is there in one of some dtypes."""
     return name in tensors and tensors[name].dtype in dtypes
 
 
-def _need_matrix(name: str, shape: tuple[int, ...], encoding: Encoding) -> None:
+def need_matrix(name: str, shape: tuple[int, ...], encoding: Encoding) -> None:
+    """Refuses a vector.
+
+    Raises:
+        UnsupportedError: it is one.
+    """
     if len(shape) < 2:
         raise UnsupportedError(f"{name} of shape {list(shape)} cannot be stored as {encoding.label()}")
 
 
-def _read_powers(checkpoint: Checkpoint, scale: str, index: Index, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(scales of the groups that a part needs, the group of each of its columns)."""
-    part, groups = _groups(index[-1], size, _MX_GROUP)
-    codes = checkpoint.read(scale, (*index[:-1], part))
-    if (codes == 255).any():
-        raise WeightsError(f"{scale}: a scale has exponent 255, which is NaN")
-    return powers_of_two(codes), groups
+def is_packed(name: str, tensors: Tensors) -> bool:
+    """Whether a tensor lies in words of compressed-tensors."""
+    return f"{name}_packed" in tensors or f"{name}_shape" in tensors
 
 
-def _decode_rows(
-    name: str, codes: np.ndarray, decode: Decode, columns: slice, scales: np.ndarray, groups: np.ndarray
-) -> np.ndarray:
-    """Decodes with scales of their own for each row."""
-    rows = np.arange(codes.shape[-2])
-    return _finite(name, decode_scaled(codes, decode, columns, scales, rows, groups))
+def claims_packed(name: str, tensors: Tensors) -> bool:
+    """`Encoding.claims` of what lies in words."""
+    return is_packed(name, tensors) or (name not in tensors and scale_name(name) in tensors)
 
 
-def _finite(name: str, values: np.ndarray) -> np.ndarray:
-    if not np.isfinite(values).all():
-        raise WeightsError(f"{name}: a decoded value is NaN or infinite")
-    return values
+def shape_part(name: str, shape: tuple[int, ...]) -> Part:
+    """The tensor that states the shape of what lies in words."""
+    return Part(name=f"{name}_shape", shapes=((len(shape),),), dtypes=(*INT32, np.dtype("<i8")))
 
 
-def _check_scales(name: str, scales: np.ndarray, *, zero: bool) -> None:
+def check_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+    """Compares it with the model.
+
+    Raises:
+        WeightsError: they differ.
+    """
+    stated = tuple(checkpoint.read(f"{name}_shape").tolist())
+    if stated != shape:
+        raise WeightsError(f"{name}_shape says {list(stated)}, config.json asks for {list(shape)}")
+
+
+def check_scales(name: str, scales: np.ndarray, *, zero: bool) -> None:
     """Refuses scales that casts would hide; zero is a legal scale of a block of zeros in some formats."""
     if not (np.isfinite(scales).all() and (scales >= 0 if zero else scales > 0).all()):
         raise WeightsError(f"{name}: a scale is {'' if zero else 'zero, '}negative, infinite or NaN")

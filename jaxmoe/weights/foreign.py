@@ -3,23 +3,21 @@
 Keys that change what the stored numbers mean are checked, keys that do not are listed, all others are refused.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from jaxmoe.decode import decode, read_json
-from jaxmoe.errors import ConfigError, UnsupportedError
+from jaxmoe.errors import ConfigError, RecipeError, UnsupportedError
 from jaxmoe.models.leaves import scale_name
 from jaxmoe.quant.scheme import Scheme
+from jaxmoe.weights.decoded import Fp8Blocks, Fp8Scales, Int4Groups, MxFp4, MxFp8
 from jaxmoe.weights.encodings import (
     FLOAT_DTYPES,
     Encoding,
-    Fp8Blocks,
-    Int4Groups,
     Integers,
-    MxFp4,
-    MxFp8,
     Plain,
     Tensors,
 )
@@ -28,6 +26,13 @@ ASCEND_FILE: Final = "quant_model_description.json"
 MODELOPT_FILE: Final = "hf_quant_config.json"
 SIDE_FILES: Final = (ASCEND_FILE, MODELOPT_FILE)
 """Files that describe a quantisation beside config.json."""
+_ASCEND: Final[Mapping[str, Scheme]] = {
+    "W8A8_DYNAMIC": Scheme(group=None),
+    "W8A16": Scheme(activation_bits=16, group=None),
+    "W4A8_DYNAMIC": Scheme(weight_bits=4, group=None),
+}
+"""Types of AscendV1 that stay integers; 8-bit ones may have groups as well."""
+_PATTERN: Final = "re:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,9 @@ class ForeignFormat:
 
     method: str
     encodings: tuple[Encoding, ...]
-    """What a tensor may be stored as, tried in this order; a tensor that none of them claims is plain."""
+    """What a tensor may be stored as; a tensor that none of them claims is plain."""
+    targets: tuple[tuple[str, Encoding], ...] = ()
+    """compressed-tensors: module name, 're:' and a pattern, or 'Linear' -> encoding, where several claim a tensor."""
     described: Mapping[str, str] | None = None
     """AscendV1: tensor name -> type, for every tensor."""
 
@@ -50,11 +57,14 @@ class ForeignFormat:
 
         Raises:
             ConfigError: the description leaves it out.
-            UnsupportedError: the description gives it another type.
+            UnsupportedError: the description gives it another type, or its configuration does not decide between two.
         """
         if self.described is not None:
             return self._described_encoding(self.described, name, tensors)
-        return next((encoding for encoding in self.encodings if encoding.claims(name, tensors)), Plain())
+        claiming = [encoding for encoding in self.encodings if encoding.claims(name, tensors)]
+        if len(claiming) > 1:
+            return self._targeted_encoding(claiming, name)
+        return claiming[0] if claiming else Plain()
 
     def _described_encoding(self, described: Mapping[str, str], name: str, tensors: Tensors) -> Encoding:
         kind = described.get(name)
@@ -62,11 +72,36 @@ class ForeignFormat:
             raise ConfigError(f"{ASCEND_FILE} does not say how {name} is stored")
         if kind in (None, "FLOAT"):
             return Plain()
-        if kind != "W8A8_DYNAMIC":
-            raise UnsupportedError(f"{ASCEND_FILE}: {name} is {kind!r}; supported: 'FLOAT', 'W8A8_DYNAMIC'")
-        by_channel, *by_group = self.encodings
+        if kind not in _ASCEND:
+            known = ", ".join(map(repr, ("FLOAT", *_ASCEND)))
+            raise UnsupportedError(f"{ASCEND_FILE}: {name} is {kind!r}; supported: {known}")
+        by_channel, *by_group = (e for e in self.encodings if isinstance(e, Integers) and _ascend_kind(e) == kind)
         scale = tensors.get(scale_name(name))
         return by_group[0] if by_group and (scale is None or scale.shape[-1:] != (1,)) else by_channel
+
+    def _targeted_encoding(self, claiming: Sequence[Encoding], name: str) -> Encoding:
+        """The one that the tensor's module is a target of: its name goes before patterns, patterns before a class."""
+        module = name.removesuffix(".weight")
+        by_rank: dict[int, list[Encoding]] = {}
+        for target, encoding in self.targets:
+            rank = _target_rank(target, module)
+            if rank is not None and encoding in claiming and encoding not in by_rank.setdefault(rank, []):
+                by_rank[rank].append(encoding)
+        found = by_rank[min(by_rank)] if by_rank else []
+        if len(found) == 1:
+            return found[0]
+        labels = " or ".join(encoding.label() for encoding in found or claiming)
+        why = "targets of several config_groups match it" if found else "no target of its config_groups matches it"
+        raise UnsupportedError(f"{name} may be {labels}: {why}; name its module in one of them")
+
+
+def _target_rank(target: str, module: str) -> int | None:
+    """How closely a target names a module, 0 best; None: it does not."""
+    if target == module:
+        return 0
+    if target.startswith(_PATTERN):
+        return 1 if re.match(target.removeprefix(_PATTERN), module) else None
+    return 2 if target == "Linear" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,46 +239,94 @@ def _read_compressed_tensors(data: Mapping[str, Any], where: str) -> ForeignForm
     # Rotations that run with the model, and sparse storage: absent, or an empty object.
     _expect(where, "sparsity_config", config.sparsity_config, None, {})
     _expect(where, "transform_config", config.transform_config, None, {})
-    by_kind: dict[type[Encoding], Encoding] = {}
+    targets: list[tuple[str, Encoding]] = []
     for name, group in config.config_groups.items():
-        encoding = _group_encoding(group, group.format or config.format, f"{where}.config_groups.{name}")
-        if by_kind.setdefault(type(encoding), encoding) != encoding:
-            raise UnsupportedError(
-                f"{where}.config_groups: {encoding.label()} beside {by_kind[type(encoding)].label()}; groups that "
-                "differ in their scales or activations are not supported"
-            )
-    # The packed form first: the names of its parts tell it from the other one.
-    order = (Int4Groups, Integers)
-    encodings = tuple(by_kind[kind] for kind in order if kind in by_kind)
-    return ForeignFormat(method=config.quant_method, encodings=encodings)
+        place = f"{where}.config_groups.{name}"
+        encoding = _group_encoding(group, group.format or config.format, place)
+        targets.extend((target, encoding) for target in _checked_targets(group.targets, place))
+    encodings = tuple(dict.fromkeys(encoding for _, encoding in targets))
+    return ForeignFormat(method=config.quant_method, encodings=encodings, targets=tuple(targets))
+
+
+def _checked_targets(targets: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
+        raise ConfigError(f"{where}.targets = {targets!r} is not a list of names of modules")
+    for target in targets:
+        if target.startswith(_PATTERN):
+            try:
+                re.compile(target.removeprefix(_PATTERN))
+            except re.error as error:
+                raise ConfigError(f"{where}.targets: {target!r} is no pattern: {error}") from error
+    return tuple(targets)
 
 
 def _group_encoding(group: _Group, storage: str, where: str) -> Encoding:
     weights = group.weights
-    _expect(where, "weights.type", weights.type, "int")
+    _expect(where, "weights.type", weights.type, "int", "float")
     _expect(where, "weights.symmetric", weights.symmetric, True)
     _expect(where, "weights.dynamic", weights.dynamic, False)
     _expect(where, "weights.actorder", weights.actorder, None, False)
-    _expect(where, "weights.strategy", weights.strategy, "channel", "group")
     _expect(where, "output_activations", group.output_activations, None)
+    return _group_fp8(group, storage, where) if weights.type == "float" else _group_integers(group, storage, where)
+
+
+def _group_integers(group: _Group, storage: str, where: str) -> Encoding:
+    weights, inputs = group.weights, group.input_activations
+    _expect(where, "format", storage, "int-quantized", "naive-quantized", "pack-quantized")
+    _expect(where, "weights.strategy", weights.strategy, "channel", "group")
+    _expect(where, "weights.num_bits", weights.num_bits, 8, 4)
     size = weights.group_size if weights.strategy == "group" else None
     if weights.strategy == "group" and (size is None or size < 1):
         raise ConfigError(f"{where}.weights: strategy 'group' with group_size = {size}")
-    if storage == "pack-quantized":
-        _expect(where, "weights.num_bits", weights.num_bits, 4)
-        _expect(where, "input_activations", group.input_activations, None)
+    packed = storage == "pack-quantized"
+    if packed:
+        _expect(where, "input_activations", inputs, None)
+    if packed and weights.num_bits == 4:
         return Int4Groups(group=size)
-    _expect(where, "format", storage, "int-quantized", "naive-quantized", "pack-quantized")
-    _expect(where, "weights.num_bits", weights.num_bits, 8)
-    inputs = group.input_activations
     if inputs is not None:
         kind = (inputs.num_bits, inputs.type, inputs.symmetric, inputs.strategy, inputs.dynamic)
         _expect(where, "input_activations", kind, (8, "int", True, "token", True))
+    try:
+        scheme = Scheme(
+            weight_bits=4 if weights.num_bits == 4 else 8, activation_bits=16 if inputs is None else 8, group=size
+        )
+    except RecipeError as error:
+        raise UnsupportedError(f"{where}.weights: {error}") from error
     return Integers(
-        scheme=Scheme(activation_bits=16 if inputs is None else 8, group=size),
+        scheme=scheme,
         scale_dtypes=FLOAT_DTYPES,
         flat_scales=True,
+        storage="words" if packed else "bytes" if weights.num_bits == 4 else "own",
     )
+
+
+def _group_fp8(group: _Group, storage: str, where: str) -> Encoding:
+    """Decoded to floats, so that how activations are rounded matters only for what else is in the files."""
+    weights, inputs = group.weights, group.input_activations
+    _expect(where, "format", storage, "float-quantized", "naive-quantized")
+    _expect(where, "weights.num_bits", weights.num_bits, 8)
+    _expect(where, "weights.strategy", weights.strategy, "channel", "tensor", "block")
+    if inputs is not None:
+        _expect(where, "input_activations", (inputs.num_bits, inputs.type), (8, "float"))
+        _expect(where, "input_activations.dynamic", inputs.dynamic, True, False)
+    static = inputs is not None and inputs.dynamic is False
+    if static:
+        # One step a tensor is what `input_scale` is; other static ones have other shapes.
+        _expect(where, "input_activations.strategy", inputs.strategy if inputs is not None else None, "tensor")
+    block: tuple[int | None, int | None] = (1, None) if weights.strategy == "channel" else (None, None)
+    if weights.strategy == "block":
+        block = _block_structure(weights.block_structure, where)
+    return Fp8Scales(block=block, static_inputs=static)
+
+
+def _block_structure(value: Any, where: str) -> tuple[int, int]:
+    """[128, 128], in older files "128x128"."""
+    sizes = value.split("x") if isinstance(value, str) else value
+    if isinstance(sizes, list) and len(sizes) == 2:
+        text = [str(size) for size in sizes]
+        if all(size.isdecimal() and int(size) > 0 for size in text):
+            return int(text[0]), int(text[1])
+    raise ConfigError(f"{where}.weights: strategy 'block' with block_structure = {value!r}, which is not two sizes")
 
 
 def _expect(where: str, key: str, value: Any, *allowed: Any) -> None:
@@ -287,9 +370,19 @@ def _read_ascend(data: Mapping[str, Any], where: str) -> ForeignFormat:
     if not isinstance(group, int) or isinstance(group, bool) or group < 0:
         raise ConfigError(f"{where}: group_size = {group!r} is not a whole number of at least 0")
     described = {name: kind for name, kind in data.items() if isinstance(kind, str)}
-    groups = (None, group) if group else (None,)
-    return ForeignFormat(
-        method="ascend",
-        encodings=tuple(Integers(scheme=Scheme(group=size), scale_dtypes=FLOAT_DTYPES, offset=True) for size in groups),
-        described=described,
+    # Types have groups or one scale a row, as their scales say; 4-bit ones have no groups.
+    encodings = [_ascend_integers(scheme) for scheme in _ASCEND.values()]
+    if group:
+        encodings += [_ascend_integers(replace(s, group=group)) for s in _ASCEND.values() if s.weight_bits == 8]
+    return ForeignFormat(method="ascend", encodings=tuple(encodings), described=described)
+
+
+def _ascend_integers(scheme: Scheme) -> Integers:
+    return Integers(
+        scheme=scheme, scale_dtypes=FLOAT_DTYPES, offset=True, storage="own" if scheme.weight_bits == 8 else "rows"
     )
+
+
+def _ascend_kind(encoding: Integers) -> str:
+    channel = replace(encoding.scheme, group=None)
+    return next(kind for kind, scheme in _ASCEND.items() if scheme == channel)

@@ -1,6 +1,6 @@
 """Numbers that numpy has no type for: four-bit integers, FP4, FP8 and power-of-two scales, read into its own types."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -27,6 +27,57 @@ def pairs_to_int8(pairs: UInt8[np.ndarray, "*lead pairs"], group: int) -> Int8[n
     values ^= np.int8(8)
     values -= np.int8(8)
     return values
+
+
+def int8_to_pairs(values: Int8[np.ndarray, "*lead in"], group: int) -> UInt8[np.ndarray, "*lead pairs"]:
+    """Inverse of `pairs_to_int8`; values are -8..7, an even number in each group."""
+    out = np.empty((*values.shape[:-1], values.shape[-1] // 2), np.uint8)
+    for low, high, stored in _halves(values.shape[-1], group):
+        np.left_shift(values[..., high].view(np.uint8), 4, out=out[..., stored])
+        out[..., stored] |= values[..., low].view(np.uint8) & np.uint8(15)
+    return out
+
+
+def rows_to_int8(packed: UInt8[np.ndarray, "*lead packed_rows in"]) -> Int8[np.ndarray, "*lead rows in"]:
+    """The integers of bytes whose low nibbles are one row and whose high nibbles are the next, two's complement."""
+    *lead, count, size = packed.shape
+    out = np.empty((*lead, 2 * count, size), np.int8)
+    out[..., 0::2, :] = (packed << np.uint8(4)).view(np.int8) >> np.int8(4)
+    out[..., 1::2, :] = packed.view(np.int8) >> np.int8(4)
+    return out
+
+
+def rows_to_pairs(
+    packed: UInt8[np.ndarray, "*lead packed_rows in"], group: int
+) -> UInt8[np.ndarray, "*lead rows pairs"]:
+    """`int8_to_pairs(rows_to_int8(packed), group)` without the integers between: nibbles only move.
+
+    Args:
+        packed: two rows in each row of bytes.
+        group: elements per scale of the result, even.
+    """
+    *lead, count, size = packed.shape
+    out = np.empty((*lead, 2 * count, size // 2), np.uint8)
+    flat, flat_out = packed.reshape(-1, size), out.reshape(-1, 2, size // 2)
+    step = max(1, _CHUNK_ELEMENTS // max(1, size))
+    for start in range(0, len(flat), step):
+        some = slice(start, start + step)
+        for low, high, stored in _halves(size, group):
+            first, second = flat[some, low], flat[some, high]
+            np.bitwise_or(first & np.uint8(15), second << np.uint8(4), out=flat_out[some, 0, stored])
+            np.bitwise_or(first >> np.uint8(4), second & np.uint8(240), out=flat_out[some, 1, stored])
+    return out
+
+
+def _halves(size: int, group: int) -> Iterator[tuple[slice, slice, slice]]:
+    """For each group of an axis (its elements in low nibbles, those in high nibbles, its bytes)."""
+    for start in range(0, size, group):
+        half = min(group, size - start) // 2
+        yield (
+            slice(start, start + half),
+            slice(start + half, start + 2 * half),
+            slice(start // 2, start // 2 + half),
+        )
 
 
 def fp8_to_float(codes: UInt8[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:

@@ -3,47 +3,28 @@
 A shard has its final name only when all its bytes are on disk, and the index appears only when all shards do.
 """
 
-import json
-import math
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import final
 
 import numpy as np
 
 from jaxmoe.errors import WeightsError
-from jaxmoe.weights.header import DTYPES, MAX_HEADER_BYTES, quoted
+from jaxmoe.weights.header import quoted
+from jaxmoe.weights.layout import (
+    MAX_SHARD_BYTES,
+    MODEL_INDEX,
+    ShardPlan,
+    TensorSpec,
+    index_text,
+    plan_shards,
+    publish,
+    write_at,
+    write_text_atomic,
+)
 
-_ALIGN_BYTES = 64
-_CODES: Mapping[np.dtype, str] = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """A tensor that will be written: its name, its dtype (one of `DTYPES`) and its shape."""
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor's data in the file, in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ShardPlan:
-    """A shard: its file name, its first bytes, and where each of its tensors starts, in bytes of the file."""
-
-    file_name: str
-    head: bytes
-    offsets_bytes: Mapping[str, int]
+__all__ = ["CheckpointWriter", "TensorSpec", "write_text_atomic"]
 
 
 @final
@@ -59,7 +40,7 @@ class CheckpointWriter:
         folder: Path,
         specs: Sequence[TensorSpec],
         *,
-        max_shard_bytes: int = 4 << 30,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         """Plans the shards and creates the folder.
@@ -75,12 +56,7 @@ class CheckpointWriter:
         """
         self._folder = folder
         self._specs = {spec.name: spec for spec in specs}
-        _check_specs(specs, max_shard_bytes)
-        groups = _fill_shards(specs, max_shard_bytes)
-        self._plans = [
-            _plan_shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group, metadata)
-            for number, group in enumerate(groups, start=1)
-        ]
+        self._plans = plan_shards(specs, max_shard_bytes=max_shard_bytes, metadata=metadata)
         self._plan_of = {name: plan for plan in self._plans for name in plan.offsets_bytes}
         self._unwritten = {plan.file_name: set(plan.offsets_bytes) for plan in self._plans}
         self._written_rows: dict[str, int] = {}
@@ -168,7 +144,7 @@ class CheckpointWriter:
             if plan.file_name not in self._begun:
                 self._temporary(plan).write_bytes(plan.head)
                 self._begun.add(plan.file_name)
-            _write_at(self._temporary(plan), plan.offsets_bytes[name] + offset_bytes, array)
+            write_at(self._temporary(plan), plan.offsets_bytes[name] + offset_bytes, array)
         except OSError as error:
             raise WeightsError(f"cannot write tensor {quoted(name)} to {self._folder}: {error}") from error
 
@@ -178,7 +154,7 @@ class CheckpointWriter:
         unwritten = self._unwritten[plan.file_name]
         try:
             if unwritten == {name}:
-                _publish(self._temporary(plan), self._folder / plan.file_name)
+                publish(self._temporary(plan), self._folder / plan.file_name)
         except OSError as error:
             raise WeightsError(f"cannot write tensor {quoted(name)} to {self._folder}: {error}") from error
         unwritten.remove(name)
@@ -197,50 +173,12 @@ class CheckpointWriter:
                 f"{len(unwritten)} of the {len(self._specs)} declared tensors were not written to {self._folder}: "
                 f"{quoted(*unwritten)}"
             )
-        index = {
-            "metadata": {"total_size": sum(spec.nbytes for spec in self._specs.values())},
-            "weight_map": {name: self._plan_of[name].file_name for name in sorted(self._specs)},
-        }
-        write_text_atomic(
-            self._folder / "model.safetensors.index.json", json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-        )
+        text = index_text(list(self._specs.values()), self._plans)
+        write_text_atomic(self._folder / MODEL_INDEX, text)
         self._closed = True
 
-    def _temporary(self, plan: _ShardPlan) -> Path:
+    def _temporary(self, plan: ShardPlan) -> Path:
         return self._folder / f"{plan.file_name}.tmp"
-
-
-def write_text_atomic(path: Path, text: str) -> None:
-    """Writes a UTF-8 file so that `path` has either its former content or all of `text`, even if the machine stops.
-
-    Raises:
-        WeightsError: The disk refuses; `path` is as before.
-    """
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        temporary.write_bytes(text.encode("utf-8"))
-        _publish(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise WeightsError(f"cannot write {path}: {error}") from error
-
-
-def _check_specs(specs: Sequence[TensorSpec], max_shard_bytes: int) -> None:
-    if not specs:
-        raise WeightsError("a checkpoint needs at least one tensor, none was declared")
-    if max_shard_bytes < 1:
-        raise WeightsError(f"max_shard_bytes is {max_shard_bytes}, must be at least 1")
-    seen: set[str] = set()
-    for spec in specs:
-        if spec.name in seen or spec.name == "__metadata__":
-            reason = "is declared twice" if spec.name in seen else "has a name that the format reserves"
-            raise WeightsError(f"tensor {quoted(spec.name)} {reason}")
-        if spec.dtype not in _CODES:
-            known = ", ".join(str(dtype) for dtype in _CODES)
-            raise WeightsError(f"tensor {quoted(spec.name)} has dtype {spec.dtype}, which is none of {known}")
-        if any(size < 0 for size in spec.shape):
-            raise WeightsError(f"tensor {quoted(spec.name)} has the negative shape {spec.shape}")
-        seen.add(spec.name)
 
 
 def _claim_folder(folder: Path) -> None:
@@ -255,64 +193,3 @@ def _claim_folder(folder: Path) -> None:
             f"{folder} already holds {len(found)} safetensors file(s): {quoted(*found)}; "
             "remove them or choose another folder"
         )
-
-
-def _fill_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Cuts the specs, in order, into shards of at most `max_shard_bytes`, or of one tensor that is larger."""
-    shards: list[list[TensorSpec]] = [[]]
-    filled_bytes = 0
-    for spec in specs:
-        if shards[-1] and filled_bytes + spec.nbytes > max_shard_bytes:
-            shards.append([])
-            filled_bytes = 0
-        shards[-1].append(spec)
-        filled_bytes += spec.nbytes
-    return shards
-
-
-def _plan_shard(file_name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None) -> _ShardPlan:
-    """Lays out one shard: widest items first, so that each tensor starts at a multiple of its item size."""
-    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    starts_bytes: dict[str, int] = {}
-    end_bytes = 0
-    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
-        starts_bytes[spec.name] = end_bytes
-        end_bytes += spec.nbytes
-        offsets = [starts_bytes[spec.name], end_bytes]
-        header[spec.name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-(8 + len(text)) % _ALIGN_BYTES)
-    if len(text) > MAX_HEADER_BYTES:
-        raise WeightsError(
-            f"the header of {file_name} has {len(text)} bytes for {len(specs)} tensors, at most {MAX_HEADER_BYTES} "
-            "are legal; choose a smaller max_shard_bytes"
-        )
-    head = len(text).to_bytes(8, "little") + text
-    return _ShardPlan(
-        file_name=file_name,
-        head=head,
-        offsets_bytes={name: len(head) + start for name, start in starts_bytes.items()},
-    )
-
-
-def _write_at(path: Path, offset_bytes: int, array: np.ndarray) -> None:
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    with path.open("r+b", buffering=0) as stream:
-        while len(data):
-            count = os.pwrite(stream.fileno(), data, offset_bytes)
-            data, offset_bytes = data[count:], offset_bytes + count
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Gives a complete file its final name once its bytes are on disk, and makes the name durable."""
-    _sync(temporary)
-    temporary.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

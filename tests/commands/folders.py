@@ -9,8 +9,9 @@ import pytest
 import tokenizers
 
 from jaxmoe.cli import main
+from jaxmoe.ptq.job import prepare
+from jaxmoe.ptq.quantize import quantize
 from jaxmoe.ptq.recipe import load_recipe
-from jaxmoe.ptq.stream import prepare, quantize
 from tests import tiny
 from tests.running import scratch
 

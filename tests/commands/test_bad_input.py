@@ -112,6 +112,30 @@ def test_quantised_source(capsys: Capture, tmp_path: Path) -> None:
     refused(capsys, "is quantised already", "quantize", folders.quantized(), tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--processes", 2), "--coordinator, --processes and --process-id go together: give all three or none"),
+        (
+            ("--coordinator", "127.0.0.1:1", "--processes", 2, "--process-id", 2),
+            "--process-id 2 is not one of 0 to 1",
+        ),
+        (
+            ("--coordinator", "nowhere", "--processes", 2, "--process-id", 0),
+            "--coordinator nowhere: give HOST:PORT of process 0",
+        ),
+        (("--devices", "0,0"), "--devices 0,0: a list names each device once"),
+        (("--devices", "many"), "--devices many: give a number, 'all', or a list such as 0,1,2"),
+        (("--devices", "7,8"), "--devices: no device 8; this process has 8, counted from 0"),
+        (("--tp", "one"), "--tp one: give degrees of tensor parallelism such as 1,2,4,8"),
+        (("--quant-type", "w4a4"), "w4a4"),
+    ],
+)
+def test_options_of_quantize(capsys: Capture, options: tuple[object, ...], message: str, tmp_path: Path) -> None:
+    refused(capsys, message, "quantize", folders.model(), tmp_path / "out", *options, "--no-compile-cache")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("devices", "message"), [(16, "needs 16 devices, this process has 8"), (0, "0 is below 1")])
 def test_devices(capsys: Capture, devices: int, message: str) -> None:
     for command, rest in (("generate", READERS["generate"]), ("eval", (*READERS["eval"], *short_text()))):

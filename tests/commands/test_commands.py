@@ -1,6 +1,7 @@
 """Commands on tiny checkpoints, in this process."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from jaxmoe.bench.int8 import Comparison
 from jaxmoe.cli import COMMANDS, main
 from jaxmoe.evals import setup
 from jaxmoe.evals.perplexity import Evaluator
+from jaxmoe.ptq.job import prepare
+from jaxmoe.ptq.quantize import quantize
+from jaxmoe.ptq.recipe import load_recipe
 from jaxmoe.weights.load import open_model
 from tests.commands import folders
 from tests.commands.folders import jaxmoe
@@ -34,13 +38,15 @@ def test_version_and_help(capsys: Capture) -> None:
 
 def test_quantize(capsys: Capture, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    dry = jaxmoe(capsys, "quantize", folders.model(), out, "--dry-run")
+    arguments = ("quantize", folders.model(), out, "--recipe", "w8a8-g128")
+    dry = jaxmoe(capsys, *arguments, "--dry-run")
     assert (dry.code, dry.err) == (0, "") and not out.exists()
-    for part in ("recipe w8a8-g128", "experts.gate", "attention.q", "peak host memory of the stream"):
+    for part in ("recipe w8a8-g128", "experts.gate", "attention.q", "host memory at most"):
         assert part in dry.out
-    real = jaxmoe(capsys, "quantize", folders.model(), out)
+    real = jaxmoe(capsys, *arguments)
     assert (real.code, real.err) == (0, "")
-    assert f"{out}: " in real.out and "jaxmoe_report.json" in real.out
+    assert f"{out}: " in real.out and "jaxmoe_report.json" in real.out and "layer 2 done" not in real.out
+    assert re.search(r"\[DTS\] \d+ tasks on 1 worker in 1 process: wall", real.out)
     assert open_model(out).quantization is not None
     assert (out / "tokenizer.json").read_bytes() == (folders.model() / "tokenizer.json").read_bytes()
 
@@ -88,9 +94,51 @@ def test_quantize_with_calibration(capsys: Capture, text: Path, tmp_path: Path) 
     outcome = jaxmoe(capsys, "quantize", *arguments, "--devices", 2)
     assert (outcome.code, outcome.err) == (0, "")
     assert "calibration: 3 samples" in outcome.out and "experts in" in outcome.out
+    assert [f"layer {layer} done, " in outcome.out for layer in range(4)] == [True, True, True, False]
+    assert "tasks on 2 workers in 1 process" in outcome.out
     report = json.loads((tmp_path / "out" / "jaxmoe_report.json").read_text(encoding="utf-8"))
     assert report["calibration"]["samples"]["samples"] == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", text.name] or text.parent != tmp_path
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_quantize_is_taken_up(capsys: Capture, tmp_path: Path) -> None:
+    """A run that ended early is not overwritten, goes on when it is told to, and only as it was started."""
+    out = tmp_path / "out"
+    arguments = ("quantize", folders.model(), out, "--no-compile-cache")
+    plain = ("--recipe", "w8a8-g128")
+
+    def stop(_done: float, _total: float, _task: str) -> None:
+        raise KeyboardInterrupt
+
+    job = prepare(folders.model(), load_recipe("w8a8-g128"))
+    with pytest.raises(KeyboardInterrupt):
+        quantize(job, out, progress=stop)
+    for more, message in (
+        (plain, f"{out}.partial holds an unfinished run; give --resume to take it up, or remove it"),
+        (("--resume", "--recipe", "w8a8-g64"), "holds an unfinished run with another recipe, layout; it cannot be"),
+    ):
+        outcome = jaxmoe(capsys, *arguments, *more)
+        assert outcome.code == 2 and message in outcome.err and outcome.err.count("\n") == 1
+    outcome = jaxmoe(capsys, *arguments, *plain, "--resume")
+    assert (outcome.code, outcome.err) == (0, "") and " done before) on 1 worker" in outcome.out
+    for path in folders.quantized().iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_quantize_for_other_engines(capsys: Capture, text: Path, tmp_path: Path) -> None:
+    """In the format that is asked for; an engine that could not load the result refuses it before any work."""
+    sizes = ("--calib", text, "--calib-samples", 2, "--calib-tokens", 8, 16, "--no-compile-cache")
+    channel = ("quantize", folders.model(), tmp_path / "out", "--recipe", "w8a8-channel", *sizes)
+    outcome = jaxmoe(capsys, *channel, "--format", "ascendv1")
+    assert (outcome.code, outcome.err) == (0, "") and "written as ascendv1" in outcome.out
+    assert (tmp_path / "out" / "quant_model_description.json").exists()
+    assert (tmp_path / "out" / "quant_model_weights.safetensors.index.json").exists()
+    for target in ("vllm", "vllm-ascend"):
+        arguments = ("quantize", folders.model(), tmp_path / "no", "--target", target, "--no-compile-cache")
+        refused = jaxmoe(capsys, *arguments, "--recipe", "w8a8-g128")
+        assert refused.code == 2 and "w8a8-g128" in refused.err and refused.err.count("\n") == 1
+    assert not list(tmp_path.glob("no*"))
 
 
 def test_calibration_that_cannot_be(capsys: Capture, tmp_path: Path) -> None:
@@ -103,7 +151,7 @@ def test_calibration_that_cannot_be(capsys: Capture, tmp_path: Path) -> None:
         ((*smooth, "--calib", tmp_path / "absent.txt"), "absent.txt"),
         ((*smooth, "--calib", broken), "broken.jsonl"),
         ((*smooth, "--devices", 0), "--devices 0 is below 1"),
-        (("quantize", folders.model(), out, "--calib", broken, "--no-compile-cache"), "takes no --calib data"),
+        (("quantize", folders.model(), out, "--calib", broken, "--recipe", "w8a8-g128"), "takes no --calib data"),
     ):
         outcome = jaxmoe(capsys, *arguments)
         assert outcome.code == 2 and message in outcome.err, outcome

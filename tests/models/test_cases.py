@@ -12,8 +12,9 @@ from flax import nnx
 from jaxmoe.nn.config import DecoderConfig
 from jaxmoe.nn.param import ParamFactory
 from jaxmoe.nn.router import Router
+from jaxmoe.ptq.job import make_job, prepare
+from jaxmoe.ptq.quantize import quantize
 from jaxmoe.ptq.recipe import Rule, load_recipe
-from jaxmoe.ptq.stream import make_job, prepare, quantize
 from jaxmoe.weights.load import open_model
 from tests import tiny
 from tests.running import run_logits, runner_of, scratch, tiny_folder, tiny_quantized

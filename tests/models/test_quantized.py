@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxmoe.models.leaves import Schemes
+from jaxmoe.ptq.job import prepare
+from jaxmoe.ptq.quantize import quantize
 from jaxmoe.ptq.recipe import load_recipe
-from jaxmoe.ptq.stream import prepare, quantize
 from tests import tiny
 from tests.running import run_logits, runner_of, scratch, tiny_folder, tiny_quantized
 from tests.tolerances import TOLERANCES

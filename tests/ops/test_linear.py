@@ -12,7 +12,7 @@ from jaxmoe.ops import linear as op
 from jaxmoe.ops.dispatch import choose
 from jaxmoe.ops.linear import linear, reference
 from jaxmoe.quant.qarray import QArray, quantize_weight, validate_shapes
-from jaxmoe.quant.scheme import Bits, Scheme
+from jaxmoe.quant.scheme import Bits, Scheme, parse_scheme
 from tests.tolerances import TOLERANCES
 
 OUT, LAYERS = 24, 3
@@ -27,9 +27,9 @@ WIDTHS: dict[int, tuple[int | None, ...]] = {
 # All row counts at one width, all widths and groups at one row count.
 SHAPES = [(rows, 576, 128) for rows in ROWS if rows != 7]
 SHAPES += [(7, size, group) for size, groups in WIDTHS.items() for group in groups]
-W4_SHAPES = [shape for shape in SHAPES if shape[1] % 2 == 0 and shape[2] is not None]
-W4_SHAPES += [(7, 40, 32), (7, 14, 128), (1, 2, 32)]
-"""4-bit weights have no channel scales and no odd inputs."""
+W4_SHAPES = [shape for shape in SHAPES if shape[1] % 2 == 0]
+W4_SHAPES += [(7, 40, 32), (7, 14, 128), (1, 2, 32), (65, 14, None), (1, 2, None)]
+"""4-bit weights have no odd inputs."""
 INTEGER_SHAPES = [(8, *shape) for shape in SHAPES] + [(4, *shape) for shape in W4_SHAPES]
 """(weight bits, rows, input width, group)"""
 DTYPES = [jnp.float32, jnp.bfloat16]
@@ -127,7 +127,8 @@ def assert_close(out: np.ndarray, expected: np.ndarray, bound: np.ndarray | floa
 @pytest.mark.parametrize(
     ("bits", "rows", "size", "group", "dtype"),
     [(*shape, jnp.float32) for shape in INTEGER_SHAPES]
-    + [(8, 1, 576, 128, jnp.bfloat16), (8, 65, 13, None, jnp.bfloat16), (4, 65, 40, 32, jnp.bfloat16)],
+    + [(8, 1, 576, 128, jnp.bfloat16), (8, 65, 13, None, jnp.bfloat16), (4, 65, 40, 32, jnp.bfloat16)]
+    + [(4, 7, 576, None, jnp.bfloat16)],
 )
 def test_int8_activations_are_the_oracle(
     bits: Bits, rows: int, size: int, group: int | None, dtype: jnp.dtype, impl: str
@@ -145,7 +146,7 @@ def test_int8_activations_are_the_oracle(
     ("bits", "rows", "size", "group"),
     [
         *((8, *shape) for shape in [(1, 576, 128), (65, 576, 128), (7, 13, None), (7, 64, 32)]),
-        *((4, *shape) for shape in [(1, 576, 128), (65, 576, 256), (7, 40, 32), (7, 14, 128)]),
+        *((4, *shape) for shape in [(1, 576, 128), (65, 576, 256), (7, 40, 32), (7, 14, 128), (7, 576, None)]),
     ],
 )
 def test_weight_only_is_a_float_product(
@@ -190,8 +191,8 @@ def test_the_largest_sum_of_a_group_of_128_is_exact(sign: int, impl: str) -> Non
 
 @impls
 @pytest.mark.parametrize("sign", [-1, 1])
-@pytest.mark.parametrize("group", [128, 256])
-def test_the_largest_sum_of_4_bit_weights_is_exact(group: int, sign: int, impl: str) -> None:
+@pytest.mark.parametrize("group", [128, 256, None])
+def test_the_largest_sum_of_4_bit_weights_is_exact(group: int | None, sign: int, impl: str) -> None:
     x = np.full((2, 576), 127, np.float32)
     scheme = Scheme(weight_bits=4, group=group)
     w = stored(np.full((OUT, 576), sign * 7, np.int8), np.ones((OUT, scheme.num_groups(576))), scheme)
@@ -212,9 +213,11 @@ def test_single_weight_bias_and_stack_agree(bits: Bits, impl: str) -> None:
 
 
 @impls
-@pytest.mark.parametrize(("bits", "size"), [(8, 576), (8, 13), (4, 576), (4, 14)])
-def test_case_15_a_row_does_not_depend_on_its_batch(bits: Bits, size: int, impl: str) -> None:
-    x, w = random_input(65, size), random_stack(size, Scheme(weight_bits=bits), lead=())
+@pytest.mark.parametrize(
+    ("bits", "size", "group"), [(8, 576, 128), (8, 13, 128), (4, 576, 128), (4, 14, 128), (4, 576, None)]
+)
+def test_case_15_a_row_does_not_depend_on_its_batch(bits: Bits, size: int, group: int | None, impl: str) -> None:
+    x, w = random_input(65, size), random_stack(size, Scheme(weight_bits=bits, group=group), lead=())
     alone = apply(x[:1], w, impl)
     for rows in (2, 7, 8, 9, 64, 65):
         for place in {0, rows // 2, rows - 1}:
@@ -241,13 +244,13 @@ def test_zero_rows_give_zeros(bits: Bits, impl: str) -> None:
 
 
 @impls
-@bits
-def test_a_layer_is_read_in_place(bits: Bits, impl: str) -> None:
+@pytest.mark.parametrize("scheme", ["w8a8-g128", "w4a8-g128", "w4a8-channel"])
+def test_a_layer_is_read_in_place(scheme: str, impl: str) -> None:
     """No copy of the stack, widened or not, however many layers there are."""
-    x, scheme = jax.ShapeDtypeStruct((8, 1024), jnp.float32), Scheme(weight_bits=bits)
+    x, parsed = jax.ShapeDtypeStruct((8, 1024), jnp.float32), parse_scheme(scheme)
 
     def temporary_bytes(layers: int) -> int:
-        w = jax.eval_shape(partial(quantize_weight, scheme=scheme), jax.ShapeDtypeStruct((layers, 512, 1024), x.dtype))
+        w = jax.eval_shape(partial(quantize_weight, scheme=parsed), jax.ShapeDtypeStruct((layers, 512, 1024), x.dtype))
 
         def scan(x: jax.Array, w: QArray) -> jax.Array:
             return jax.lax.fori_loop(0, layers, lambda i, acc: acc + linear(x, w, layer=i, impl=impl), x[:, :512])

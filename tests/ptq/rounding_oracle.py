@@ -76,9 +76,7 @@ def textbook_gptq(weight: np.ndarray, hessian: np.ndarray, group: int, limit: in
     """Frantar et al., with the upper Cholesky factor of the inverse, all later weights updated after each channel."""
     w = weight.astype(np.float64)
     out, size = w.shape
-    h = hessian.astype(np.float64)
-    h = h + damping * np.mean(np.diagonal(h)) * np.eye(size)
-    upper = np.linalg.cholesky(np.linalg.inv(h)).T
+    upper = _upper(hessian, damping)
     pivots = 1 / np.diagonal(upper) ** 2
     q, scales = np.zeros((out, size)), np.zeros((out, -(-size // group)))
     for index, channels in groups_of(size, group):
@@ -87,10 +85,38 @@ def textbook_gptq(weight: np.ndarray, hessian: np.ndarray, group: int, limit: in
             slice_of = nearest_slice(x, limit) if rule == "minmax" else ssz_slice(x, pivots[channels], limit, 50)
             scales[row, index] = slice_of[1]
         for k in range(channels.start, channels.stop):
-            q[:, k] = np.clip(np.rint(w[:, k] / scales[:, index]), -limit, limit)
-            error = (w[:, k] - q[:, k] * scales[:, index]) / upper[k, k]
-            w[:, k + 1 :] -= error[:, None] * upper[k, None, k + 1 :]
+            q[:, k] = _one_channel(w, k, scales[:, index], upper, limit)
     return q, scales
+
+
+def ordered_gptq(weight: np.ndarray, hessian: np.ndarray, group: int, limit: int, damping: float, rule: str) -> Grid:
+    """The same with the largest inputs first, on the grid of the weights as they were (act-order, static groups)."""
+    importance = np.diagonal(hessian).astype(np.float64)
+
+    def one(x: np.ndarray, channels: slice) -> tuple[np.ndarray, float]:
+        return nearest_slice(x, limit) if rule == "minmax" else ssz_slice(x, importance[channels], limit, 50)
+
+    _, scales = by_groups(weight, group, one)
+    order = np.argsort(-importance, kind="stable")
+    w, q = weight.astype(np.float64)[:, order], np.zeros(weight.shape)
+    upper = _upper(hessian[order][:, order], damping)
+    for k, channel in enumerate(order):
+        q[:, channel] = _one_channel(w, k, scales[:, channel // group], upper, limit)
+    return q, scales
+
+
+def _upper(hessian: np.ndarray, damping: float) -> np.ndarray:
+    h = hessian.astype(np.float64)
+    h = h + damping * np.mean(np.diagonal(h)) * np.eye(len(h))
+    return np.linalg.cholesky(np.linalg.inv(h)).T
+
+
+def _one_channel(w: np.ndarray, k: int, scale: np.ndarray, upper: np.ndarray, limit: int) -> np.ndarray:
+    """Integers of channel k; its error goes into the later ones of `w`."""
+    q = np.clip(np.rint(w[:, k] / scale), -limit, limit)
+    error = (w[:, k] - q * scale) / upper[k, k]
+    w[:, k + 1 :] -= error[:, None] * upper[k, None, k + 1 :]
+    return q
 
 
 def weighted_norms(weight: np.ndarray, q: np.ndarray, scale: np.ndarray, importance: np.ndarray, group: int):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxmoe.assets import asset
 from jaxmoe.engine.tokenizer import Tokenizer
 from jaxmoe.errors import ConfigError, RequestError
-from jaxmoe.ptq.calib import VIRTUAL_SHARDS, Calibration, joined, next_windows, sample_windows, shard_of
+from jaxmoe.ptq.calib import Calibration, joined, next_windows, sample_windows
 from jaxmoe.ptq.calib_coverage import measure_coverage
 from jaxmoe.ptq.calib_documents import Document, TokenizedDocument, read_documents, tokenize_documents
 from jaxmoe.ptq.calib_windows import STRATA, Sampling, length_edges
@@ -379,11 +379,6 @@ def test_extension_refuses_other_data() -> None:
     other = sample_windows(documents, separator=0, samples=2, min_tokens=10, max_tokens=21)
     with pytest.raises(ConfigError, match="do not follow: they are of other data or were cut in another way"):
         joined(calibration, next_windows(other, documents, samples=1))
-
-
-def test_shards_go_on_with_the_samples() -> None:
-    assert VIRTUAL_SHARDS == 16
-    assert [shard_of(sample) for sample in (0, 1, 15, 16, 33)] == [0, 1, 15, 0, 1]
 
 
 def test_bundled_calibration_text() -> None:

@@ -1,6 +1,7 @@
-"""Calibrated quantisation: the first pass is the served model, smoothing is exact, devices do not change a byte."""
+"""Calibrated quantisation: it runs the served model, smooths exactly, and rounds by what the experts really saw."""
 
-from functools import cache
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -9,22 +10,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.errors import RecipeError
+from jaxmoe.errors import RecipeError, WeightsError
 from jaxmoe.models.manifest import stack_of_layer
 from jaxmoe.ops.linear.reference import quantize_tokens
-from jaxmoe.ptq.calib import sample_windows
-from jaxmoe.ptq.calib_documents import TokenizedDocument
-from jaxmoe.ptq.calibrate import quantize_calibrated
-from jaxmoe.ptq.layer_run import LayerRunner, embed_samples, load_layer
-from jaxmoe.ptq.observe import Observed, TreatmentStore, importance_of, observe, scale_weight
-from jaxmoe.ptq.recipe import Recipe, load_recipe, match_recipe, schemes_of_matches
-from jaxmoe.ptq.smooth import LARGEST_EXPONENT, Treatment, exponents
-from jaxmoe.ptq.stream import make_job, quantize
-from jaxmoe.weights.cells import hub_cells
-from jaxmoe.weights.load import ModelFiles, open_model
-from jaxmoe.weights.writer import CheckpointWriter, TensorSpec
+from jaxmoe.ptq.expert_action import gather_rows
+from jaxmoe.ptq.export import FORMATS
+from jaxmoe.ptq.job import make_job, prepare
+from jaxmoe.ptq.layer_files import attended_key
+from jaxmoe.ptq.moments import SMALLEST_IMPORTANCE, unit_moment
+from jaxmoe.ptq.quantize import quantize
+from jaxmoe.ptq.recipe import load_recipe
+from jaxmoe.ptq.rounding import MethodName
+from jaxmoe.ptq.rounding.cold import COLD_POLICIES, ColdPolicy
+from jaxmoe.ptq.smooth import LARGEST_EXPONENT, Treatment, exponents, scale_weight
+from jaxmoe.ptq.smooth_search import SHARES
+from jaxmoe.weights.cells import cell_shape, hub_cells, own_cells
+from jaxmoe.weights.load import open_model
+from jaxmoe.weights.safetensors import open_checkpoint
 from tests import tiny
-from tests.running import run_logits, scratch, tiny_folder
+from tests.ptq.jobs import (
+    ALPHA,
+    LENGTHS,
+    all_rounded,
+    change,
+    digest,
+    experts_rounded,
+    finished,
+    run,
+    samples,
+    some_samples,
+    windows,
+    with_calibration,
+)
+from tests.ptq.walk import Walk, walk, walked
+from tests.running import run_logits, tiny_folder
 from tests.tolerances import TOLERANCES
 
 QUICK = ("glm4_moe", "hy_v4")
@@ -33,52 +52,16 @@ families = pytest.mark.parametrize(
     "family",
     [*QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in tiny.CONFIGS if f not in QUICK)],
 )
-WIDTH = 40
-
-
-@cache
-def files_of(family: str) -> ModelFiles:
-    return open_model(tiny_folder(family))
-
-
-def smooth_recipe() -> Recipe:
-    return load_recipe("w4a8-experts-ssz")
-
-
-@cache
-def observed(family: str, devices: int = 1) -> tuple[Path, Observed]:
-    """Treatments of a tiny model from its goldens' tokens and shorter samples."""
-    files = files_of(family)
-    ids = np.full((5, WIDTH), -1, np.int32)
-    lengths = [37, 20, 1, 37, 9]
-    for row, length in enumerate(lengths):
-        ids[row, :length] = tiny.token_ids(rows=5)[row, :length]
-    folder = scratch() / f"{family}-observed-{devices}"
-    seen = observe(
-        files.source,
-        files.manifest,
-        schemes_of_matches(match_recipe(smooth_recipe(), files.manifest)),
-        token_ids=ids,
-        lengths=lengths,
-        alpha=0.7,
-        folder=folder,
-        devices=jax.devices()[:devices],
-    )
-    return folder, seen
+GLM, LAYER, EXPERTS = "glm4_moe", 1, 8
 
 
 @families
-def test_the_first_pass_is_the_served_model(family: str) -> None:
+def test_what_runs_is_the_served_model(family: str) -> None:
     """The residual stream after the last layer, brought to logits by hand, equals the engine's; padding included."""
-    files, ids = files_of(family), tiny.token_ids()
+    seen = walked(family)
+    files, whole = seen.job.files, [row for row, length in enumerate(LENGTHS) if length == 37]
     config = files.manifest.config
-    padded = np.full((2, WIDTH), -1, np.int32)
-    padded[:, :37] = ids
-    samples = list(embed_samples(files.source, files.manifest, padded, [37, 37]))
-    for layer in range(config.layers):
-        weights = load_layer(files.source, files.manifest, layer)
-        samples, _, _ = LayerRunner(config, layer, weights, WIDTH, jax.devices()[:1]).run(samples)
-    hidden = np.stack([sample.x[:37] for sample in samples]).astype(np.float64)
+    hidden = np.stack([seen.after[row] for row in whole]).astype(np.float64)
     read = {
         entry.path: files.source.read(entry, next(hub_cells(entry)), tuple(slice(0, size) for size in entry.shape))
         for entry in files.manifest.entries
@@ -91,77 +74,346 @@ def test_the_first_pass_is_the_served_model(family: str) -> None:
         hidden = (pre[..., None] * hidden).sum(-2)
     normed = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + config.norm_eps) * read["norm.weight"]
     logits = normed @ read["embed.weight" if config.tied_head else "head.weight"].T
-    served = run_logits(tiny_folder(family), ids)
+    served = run_logits(tiny_folder(family), tiny.token_ids(rows=len(LENGTHS))[whole])
     unit = max(1.0, float(served.std()))
     np.testing.assert_allclose(logits, served, rtol=0, atol=TOLERANCES["golden_logits"].value * unit)
 
 
 @families
-def test_smoothing_is_exact(family: str, tmp_path: Path) -> None:
+def test_smoothing_is_exact(family: str) -> None:
     """A float checkpoint with every treatment applied computes the same logits: powers of two move exponents only."""
-    files, (folder, _) = files_of(family), observed(family)
-    store, changed = TreatmentStore(folder, files.manifest), 0
-    entries = [entry for entry in files.manifest.entries if not entry.path.startswith("mtp.")]
-    specs = [
-        TensorSpec(name=name, dtype=np.dtype(np.float32), shape=entry.own_shape)
-        for entry in entries
-        for _, name in entry.own_tensors()
-    ]
-    out = tmp_path / "smoothed"
-    out.mkdir()
-    with CheckpointWriter(out, specs) as writer:
-        for entry in entries:
-            for cell, (position, name) in zip(hub_cells(entry), entry.own_tensors(), strict=True):
-                array = files.source.read(entry, cell, tuple(slice(0, n) for n in entry.own_shape))
-                treatment = store.get(entry, position[0]) if position else Treatment()
-                scaled = scale_weight(array, treatment, cell.position[1:])
-                changed += int(not np.array_equal(scaled, array))
-                writer.write(name, scaled)
-    (out / "config.json").write_text((files.folder / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
-    assert changed > 10
-    before = run_logits(files.folder, tiny.token_ids())
-    unit = max(1.0, float(before.std()))
-    after = run_logits(out, tiny.token_ids())
-    np.testing.assert_allclose(after, before, rtol=0, atol=TOLERANCES["same_logits"].value * unit)
-
-
-@pytest.mark.parametrize("devices", [2, 3, 8])
-def test_any_number_of_devices_gives_the_same_files(devices: int) -> None:
-    (one, seen), (many, again) = observed("glm4_moe"), observed("glm4_moe", devices)
-    np.testing.assert_array_equal(seen.counts, again.counts)
-    names = sorted(path.name for path in one.iterdir())
-    assert names == sorted(path.name for path in many.iterdir()) and len(names) == 3
-    for name in names:
-        with np.load(one / name) as first, np.load(many / name) as second:
-            assert set(first) == set(second)
-            for key in first:
-                assert first[key].tobytes() == second[key].tobytes(), (name, key)
+    seen = walked(family)
+    before, after = open_checkpoint(seen.job.files.folder), open_checkpoint(seen.folder)
+    assert (
+        sum(
+            before.read(name).tobytes() != after.read(name).tobytes()
+            for name in before.tensors.keys() & after.tensors.keys()
+        )
+        > 10
+    )
+    ids = tiny.token_ids()
+    exact = run_logits(tiny_folder(family), ids)
+    unit = max(1.0, float(exact.std()))
+    smoothed = run_logits(seen.folder, ids)
+    np.testing.assert_allclose(smoothed, exact, rtol=0, atol=TOLERANCES["same_logits"].value * unit)
 
 
 @families
 def test_every_routed_token_is_counted(family: str) -> None:
     """Tokens of each layer's experts add up to tokens times top-k; padding is routed nowhere."""
-    config, (_, seen) = files_of(family).manifest.config, observed(family)
-    assert seen.tokens == 37 + 20 + 1 + 37 + 9
-    np.testing.assert_array_equal(seen.counts.sum(1), seen.tokens * config.moe.router.top_k)
+    seen, config = walked(family), walked(family).job.files.manifest.config
+    layers = [record["layer"] for record in seen.records if "layer" in record]
+    assert layers == list(range(config.dense_layers, config.layers))
+    for layer in layers:
+        assert sum(seen.counts(layer)) == sum(LENGTHS) * config.moe.router.top_k
+        assert int(seen.stats(layer)["ffn.in"].count) == sum(LENGTHS)
 
 
 def test_statistics_of_the_first_norm() -> None:
     """Against numpy: the input of the first attention is the normalised embedding of the real tokens."""
-    files, (folder, _) = files_of("glm4_moe"), observed("glm4_moe")
-    config = files.manifest.config
-    ids = np.concatenate([tiny.token_ids(rows=5)[row, :n] for row, n in enumerate([37, 20, 1, 37, 9])])
+    files = walked(GLM, "gptq").job.files
+    ids = np.concatenate([tiny.token_ids(rows=len(LENGTHS))[row, :n] for row, n in enumerate(LENGTHS)])
     table, gain = (
         files.source.read(entry, next(hub_cells(entry)), (slice(None),) * (2 if entry.path == "embed.weight" else 1))
         for entry in (files.manifest["embed.weight"], files.manifest["dense.attention_norm.weight"])
     )
     x = table[ids].astype(np.float64)
-    normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * gain
-    entry = files.manifest["dense.attention.v"]
-    treatment = TreatmentStore(folder, files.manifest).get(entry, 0)
-    assert treatment.columns is not None and treatment.importance is not None
-    expected = (normed**2).mean(0) * np.exp2(-2.0 * treatment.columns)
-    np.testing.assert_allclose(treatment.importance, expected, rtol=1e-5)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + files.manifest.config.norm_eps) * gain
+    stats = walked(GLM, "gptq").stats(0)["attention.in"]
+    assert int(stats.count) == len(x)
+    rtol = TOLERANCES["moment"].value
+    np.testing.assert_allclose(stats.absmax, np.abs(x).max(0), rtol=rtol)
+    np.testing.assert_allclose(stats.squares, (x**2).sum(0), rtol=rtol)
+    assert stats.gram is not None
+    np.testing.assert_allclose(stats.gram, x.T @ x, rtol=0, atol=rtol * (x**2).sum(0).max())
+
+
+def normed(seen: Walk, layer: int = LAYER) -> tuple[np.ndarray, np.ndarray]:
+    """What the feed-forward is fed, [tokens, embed], and the chosen experts [tokens, top_k], in the shards' order."""
+    arrays = [seen.context.work.load(attended_key(layer, shard)) for shard in seen.context.used_shards]
+    return np.concatenate([a["normed"] for a in arrays]), np.concatenate([a["ids"] for a in arrays])
+
+
+def weight(seen: Walk, path: str, expert: int | None = None) -> np.ndarray:
+    """A matrix of layer 1, which is the first of its stack."""
+    entry = seen.job.files.manifest[path]
+    position = (0,) if expert is None else (0, expert)
+    cell = next(cell for cell in hub_cells(entry) if cell.position == position)
+    return seen.job.files.source.read(entry, cell, tuple(slice(0, n) for n in entry.own_shape)).astype(np.float32)
+
+
+def hidden_of(seen: Walk, x: np.ndarray, expert: int) -> np.ndarray:
+    gate, up = (x.astype(np.float64) @ weight(seen, f"moe.ffn.{name}", expert).T for name in ("gate", "up"))
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def exponents_of(activations: np.ndarray, columns: np.ndarray, share: float = ALPHA) -> np.ndarray:
+    """The oracle, in float64; channels that are never fed are left alone."""
+    fed = activations > 0
+    raw = np.zeros(len(fed))
+    raw[fed] = share * np.log2(activations[fed]) - (1 - share) * np.log2(columns[fed])
+    return np.where(fed, np.rint(raw - np.median(raw)), 0)
+
+
+def test_every_expert_gets_the_tokens_that_chose_it() -> None:
+    seen = walked(GLM)
+    x, ids = normed(seen)
+    for expert in range(EXPERTS):
+        rows = gather_rows(seen.context, seen.plan(LAYER), LAYER, expert)
+        np.testing.assert_array_equal(rows, x[(ids == expert).any(-1)])
+        assert len(rows) == seen.counts(LAYER)[expert]
+
+
+def expected_exponents(seen: Walk) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Of layer 1: of the input of all experts, and of each expert's hidden channels."""
+    x, ids = normed(seen)
+    readers = [weight(seen, f"moe.ffn.shared.{name}") for name in ("gate", "up")]
+    readers += [weight(seen, f"moe.ffn.{name}", expert) for name in ("gate", "up") for expert in range(EXPERTS)]
+    inputs = exponents_of(np.abs(x).max(0), np.abs(np.concatenate(readers)).max(0))
+    hidden = []
+    for expert in range(EXPERTS):
+        fed = hidden_of(seen, x[(ids == expert).any(-1)], expert)
+        tops = np.abs(weight(seen, "moe.ffn.down", expert)).max(0)
+        hidden.append(exponents_of(np.abs(fed).max(0, initial=0), tops))
+    return inputs, hidden
+
+
+def test_treatments_of_experts() -> None:
+    """Against float64: one exponent a channel for the common input, others for each expert's hidden channels."""
+    seen = walked(GLM)
+    inputs, hidden = expected_exponents(seen)
+    assert inputs.any() and len({tuple(each) for each in hidden}) > 1
+    for expert in range(EXPERTS):
+        stem = f"model.layers.{LAYER}.mlp.experts.{expert}"
+        rows, columns = np.exp2(hidden[expert])[:, None], np.exp2(inputs)
+        for name, factor in [("gate", columns), ("up", columns / rows), ("down", rows.T)]:
+            found = seen.weights[f"{stem}.{name}_proj.weight"]
+            expected = weight(seen, f"moe.ffn.{name}", expert).astype(np.float64) * factor
+            np.testing.assert_array_equal(found, expected, err_msg=f"{expert} {name}")
+    smoothed = open_checkpoint(seen.folder)
+    stem = f"model.layers.{LAYER}"
+    router = smoothed.read(f"{stem}.mlp.gate.weight")
+    np.testing.assert_array_equal(router, weight(seen, "moe.ffn.router.weight") * np.exp2(inputs))
+    norm = seen.job.files.checkpoint.read(f"{stem}.post_attention_layernorm.weight")
+    np.testing.assert_array_equal(smoothed.read(f"{stem}.post_attention_layernorm.weight"), norm * np.exp2(-inputs))
+
+
+def unit(moment: np.ndarray) -> np.ndarray:
+    """The oracle; of nothing: all alike."""
+    moment = moment if moment.any() else np.ones(len(moment)) if moment.ndim == 1 else np.eye(len(moment))
+    mean = np.diagonal(moment).mean() if moment.ndim == 2 else moment.mean()
+    return moment / mean if moment.ndim == 2 else np.maximum(moment / mean, 1e-3)
+
+
+def moment(x: np.ndarray, kind: str) -> np.ndarray:
+    x = x.astype(np.float64)
+    return x.T @ x / max(1, len(x)) if kind == "gptq" else (x**2).mean(0) if len(x) else np.zeros(x.shape[1])
+
+
+KINDS: list[MethodName] = ["ssz", "gptq"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_that_experts_are_rounded_by(kind: MethodName) -> None:
+    """Against float64: the tokens that chose an expert, shrunk towards the layer's, after smoothing."""
+    seen = walked(GLM, kind)
+    inputs, hidden = expected_exponents(seen)
+    x, ids = normed(seen)
+    for expert in range(EXPERTS):
+        own = x[(ids == expert).any(-1)]
+        fed = hidden_of(seen, own, expert)
+        of_hidden = moment(fed, kind)
+        level = np.diagonal(of_hidden).mean() if kind == "gptq" else of_hidden.mean()
+        alike = level * (np.eye(fed.shape[1]) if kind == "gptq" else np.ones(fed.shape[1]))
+        for name, mine, prior, shift in [
+            ("gate", moment(own, kind), moment(x, kind), inputs),
+            ("up", moment(own, kind), moment(x, kind), inputs),
+            ("down", of_hidden, alike, hidden[expert]),
+        ]:
+            share = len(own) / (len(own) + len(shift))
+            factor = np.exp2(-shift)
+            expected = share * mine + (1 - share) * prior
+            expected = unit(expected * (factor[:, None] * factor if kind == "gptq" else factor**2))
+            found = seen.moments[f"model.layers.{LAYER}.mlp.experts.{expert}.{name}_proj.weight"]
+            assert found is not None and found.dtype == np.float32
+            largest = np.abs(expected).max()
+            np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCES["moment"].value * largest)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_that_other_matrices_are_rounded_by(kind: MethodName) -> None:
+    seen = walked(GLM, kind)
+    inputs, _ = expected_exponents(seen)
+    x, _ = normed(seen)
+    factor = np.exp2(-inputs)
+    expected = unit(moment(x, kind) * (factor[:, None] * factor if kind == "gptq" else factor**2))
+    for name in ("gate", "up"):
+        found = seen.moments[f"model.layers.{LAYER}.mlp.shared_experts.{name}_proj.weight"]
+        assert found is not None
+        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCES["moment"].value * np.abs(expected).max())
+    known = {label for label, each in seen.moments.items() if each is not None}
+    assert known == set(seen.weights), "no matrix of a layer is rounded without"
+
+
+def test_one_token(tmp_path: Path) -> None:
+    """Two of eight experts see it, by the policies the others get the layer's moment, none, or are refused."""
+    one = samples(tiny.token_ids(rows=1), [1])
+    by_policy: dict[ColdPolicy, Walk] = {}
+    for policy in COLD_POLICIES:
+        recipe = all_rounded("ssz", cold_expert=policy, expert_tokens=1)
+        if policy == "error":
+            with pytest.raises(
+                RecipeError, match=r"layer 1, expert \d saw 0 calibration tokens, fewer than the 1 that"
+            ):
+                walk(GLM, recipe, one, tmp_path / policy)
+            continue
+        by_policy[policy] = walk(GLM, recipe, one, tmp_path / policy)
+    x, ids = normed(by_policy["shrink"])
+    assert ids.shape == (1, 2)
+    inputs, hidden = expected_exponents(by_policy["shrink"])
+    layer = unit((x[0].astype(np.float64) * np.exp2(-inputs)) ** 2)
+    rtol = TOLERANCES["moment"].value
+    for expert in range(EXPERTS):
+        stem = f"model.layers.{LAYER}.mlp.experts.{expert}"
+        by: dict[str, np.ndarray | None] = {
+            policy: each.moments[f"{stem}.up_proj.weight"] for policy, each in by_policy.items()
+        }
+        known = ["shrink", "all_tokens", *(["rtn"] if expert in ids[0] else [])]
+        for policy in known:
+            found = by[policy]
+            assert found is not None
+            np.testing.assert_allclose(found, layer, rtol=rtol)
+        if expert in ids[0]:
+            continue
+        assert (hidden[expert] == 0).all(), "hidden channels that were never fed are not smoothed"
+        np.testing.assert_array_equal(by["rtn"], 1)
+        np.testing.assert_array_equal(by_policy["shrink"].moments[f"{stem}.down_proj.weight"], 1)
+
+
+@pytest.mark.slow
+def test_one_token_through_the_whole_run(tmp_path: Path) -> None:
+    """Also of GPTQ: the Hessian of one token has one direction, that of none is nothing."""
+    one = samples(tiny.token_ids(rows=1), [1])
+    for policy in ("shrink", "rtn"):
+        recipe = experts_rounded("gptq", cold_expert=policy, expert_tokens=1)
+        ended = run(prepare(tiny_folder(GLM), recipe), tmp_path / policy, one)
+        assert ended.coverage is not None and ended.coverage.tokens == 2 * 2 and ended.coverage.min_tokens == 0
+        assert np.isfinite(run_logits(tmp_path / policy, tiny.token_ids())).all()
+
+
+def test_the_width_of_padding_does_not_matter() -> None:
+    """A few tokens in programs for 40 and for 104: the same routing, treatments, and moments up to rounding."""
+    near = walked(GLM)
+    far = walk(GLM, all_rounded("ssz"), some_samples(width=104), near.folder.with_name("wide"))
+    for layer in (1, 2):
+        assert near.counts(layer) == far.counts(layer)
+    treatments = {key for key in near.plan(LAYER) if key.startswith(("treatment:", "pairs", "first"))}
+    assert len(treatments) > 5
+    for key in treatments:
+        np.testing.assert_array_equal(near.plan(LAYER)[key], far.plan(LAYER)[key], err_msg=key)
+    assert near.weights.keys() == far.weights.keys()
+    for label, array in near.weights.items():
+        np.testing.assert_array_equal(array, far.weights[label], err_msg=label)
+        one, other = near.moments[label], far.moments[label]
+        assert one is not None and other is not None
+        np.testing.assert_allclose(one, other, rtol=TOLERANCES["moment"].value)
+    for one, other in zip(near.after, far.after, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCES["same_logits"].value)
+
+
+def test_what_stands_in_the_padding_does_not_matter(tmp_path: Path) -> None:
+    plain = some_samples()
+    dirty = replace(plain, tokens=np.where(plain.tokens < 0, np.int32(7), plain.tokens))
+    for name, data in (("plain", plain), ("dirty", dirty)):
+        run(prepare(tiny_folder(GLM), load_recipe("w8a8-g128-smooth")), tmp_path / name, data)
+    assert digest(tmp_path / "plain") == digest(tmp_path / "dirty")
+
+
+CASES = [
+    (GLM, "w8a8-g128-smooth", 2),
+    *(
+        pytest.param(family, recipe, devices, marks=pytest.mark.slow)
+        for devices in (2, 3, 5, 8)
+        for family, recipe in [(GLM, "w4a8-experts-gptq"), ("deepseek_v32", "w4a8-experts-ssz")]
+    ),
+    pytest.param("hy_v4", "w8a8-g128-smooth", 3, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "recipe", "devices"), CASES)
+def test_any_number_of_devices_writes_the_same_bytes(family: str, recipe: str, devices: int, tmp_path: Path) -> None:
+    ended = run(prepare(tiny_folder(family), load_recipe(recipe)), tmp_path / "out", windows(), devices)
+    assert len(ended.summary.shares) == devices and ended.summary.tasks == sum(s.tasks for s in ended.summary.shares)
+    assert digest(tmp_path / "out") == digest(finished(family, recipe))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_result_serves_and_says_what_it_saw() -> None:
+    out, data = finished(GLM, "w8a8-g128-smooth"), windows()
+    assert np.isfinite(run_logits(out, tiny.token_ids())).all()
+    report = json.loads((out / "jaxmoe_report.json").read_text(encoding="utf-8"))["calibration"]
+    assert report["data_sha256"] == data.data_sha256 and report["samples"]["samples"] == 18
+    assert np.sum(report["tokens_per_expert"], axis=1).tolist() == [2 * int(data.lengths.sum())] * 2
+    assert report["coverage"]["tokens"] == 4 * int(data.lengths.sum())
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors", "ascendv1"])
+def test_other_formats_hold_the_same_integers(name: str, tmp_path: Path) -> None:
+    """Through the whole run, read back by our own reader."""
+    ours = open_model(finished(GLM, "w8a8-channel"))
+    run(make_job(open_model(tiny_folder(GLM)), load_recipe("w8a8-channel"), FORMATS[name]), tmp_path / "out", windows())
+    theirs, count = open_model(tmp_path / "out"), 0
+    rounded = [{path: scheme for path, scheme in f.schemes.items() if scheme is not None} for f in (ours, theirs)]
+    assert rounded[0] == rounded[1]
+    for entry in ours.manifest.entries:
+        whole = tuple(slice(0, size) for size in cell_shape(entry))
+        for one, other in zip(own_cells(entry), hub_cells(theirs.manifest[entry.path]), strict=True):
+            pieces = ("values", "scale") if ours.schemes.get(entry.path) is not None else (None,)
+            for piece in pieces:
+                index = whole if piece != "scale" else (whole[0], slice(0, 1))
+                arguments = () if piece is None else (piece,)
+                expected = ours.source.read(entry, one, index, *arguments)
+                found = theirs.source.read(theirs.manifest[entry.path], other, index, *arguments)
+                assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes()), one.label
+                count += piece == "values"
+    assert count == 2 * 3 + 3 + 2 * 8 * 3 + 2 * 3
+    reports = [
+        json.loads((folder / "jaxmoe_report.json").read_text(encoding="utf-8"))
+        for folder in (tmp_path / "out", finished(GLM, "w8a8-channel"))
+    ]
+    assert reports[0]["tensors"] == reports[1]["tensors"] and reports[0]["calibration"] == reports[1]["calibration"]
+    np.testing.assert_array_equal(
+        run_logits(tmp_path / "out", tiny.token_ids()), run_logits(finished(GLM, "w8a8-channel"), tiny.token_ids())
+    )
+
+
+def output_errors(seen: Walk, out: Path) -> float:
+    """Error of layer 1's experts on the tokens that chose each, in float64, of the smoothed weights."""
+    files, total = open_model(out), 0.0
+    x, ids = normed(seen)
+    inputs, hidden = expected_exponents(seen)
+    for expert in range(EXPERTS):
+        own = x[(ids == expert).any(-1)].astype(np.float64)
+        fed = {"gate": own * np.exp2(-inputs), "up": own * np.exp2(-inputs)}
+        fed["down"] = hidden_of(seen, own, expert) * np.exp2(-hidden[expert])
+        for name, rows in fed.items():
+            entry = files.manifest[f"moe.ffn.{name}"]
+            cell = next(cell for cell in hub_cells(entry) if cell.position == (0, expert))
+            found = files.source.read(entry, cell, tuple(slice(0, n) for n in entry.own_shape))
+            exact = seen.weights[f"model.layers.{LAYER}.mlp.experts.{expert}.{name}_proj.weight"]
+            total += float(((rows @ (found.astype(np.float64) - exact).T) ** 2).sum())
+    return total
+
+
+@pytest.mark.slow
+def test_more_knowledge_is_less_error(tmp_path: Path) -> None:
+    """4-bit experts through the whole run, on the layer's own samples: products of inputs, their squares, nothing."""
+    errors = {}
+    methods: list[MethodName] = ["gptq", "ssz", "nearest"]
+    for method in methods:
+        run(prepare(tiny_folder(GLM), experts_rounded(method)), tmp_path / method, some_samples())
+        errors[method] = output_errors(walked(GLM), tmp_path / method)
+    assert errors["gptq"] < 0.6 * errors["ssz"] and errors["ssz"] < 0.97 * errors["nearest"], errors
 
 
 def test_smoothing_makes_outliers_cheap() -> None:
@@ -191,46 +443,87 @@ def test_exponents_are_bounded_and_zero_where_nothing_is_known(a: list[float], w
     assert (chosen[(np.array(a) == 0) | (np.array(w) == 0)] == 0).all()
 
 
+def test_treatments_are_exact() -> None:
+    array = np.array([[1.25, -3], [0, 7]], np.float32)
+    rows, columns = np.array([1, -2], np.int8), np.array([0, 3], np.int8)
+    treatment = Treatment(rows=rows, columns=columns)
+    np.testing.assert_array_equal(scale_weight(array, treatment), [[2.5, -48], [0, 14]])
+    np.testing.assert_array_equal(scale_weight(array[0], Treatment(rows=rows)), [2.5, -0.75])
+    assert scale_weight(array, treatment).dtype == np.float32
+    assert Treatment().is_empty and not treatment.is_empty
+
+
 def test_importance_of_unknown_channels() -> None:
-    assert (importance_of(Treatment(), (), 3) == 1).all()
-    zero = Treatment(importance=np.zeros((2, 3), np.float32))
-    assert (importance_of(zero, (1,), 3) == 1).all()
-    some = Treatment(importance=np.array([0.0, 1.0, 2.0], np.float32))
-    np.testing.assert_allclose(importance_of(some, (), 3), [1e-3, 1, 2])
+    np.testing.assert_array_equal(unit_moment(np.zeros(3)), np.ones(3, np.float32))
+    np.testing.assert_array_equal(unit_moment(np.zeros((3, 3))), np.eye(3, dtype=np.float32))
+    np.testing.assert_allclose(unit_moment(np.array([0.0, 1.0, 2.0])), [float(SMALLEST_IMPORTANCE), 1, 2])
+    np.testing.assert_array_equal(unit_moment(np.diag([2.0, 6.0])), np.diag([0.5, 1.5]))
 
 
-def samples() -> tuple[TokenizedDocument, ...]:
-    generator = np.random.default_rng(5)
-    return tuple(
-        TokenizedDocument(domain=name, where=name, ids=generator.integers(3, 256, 400).astype(np.int32))
-        for name in ("a", "b")
-    )
-
-
-@pytest.mark.parametrize("family", ["glm4_moe", "hy_v4"])
-def test_whole_runs_on_one_and_on_three_devices_write_the_same_bytes(family: str, tmp_path: Path) -> None:
-    job = make_job(files_of(family), smooth_recipe())
-    data = sample_windows(samples(), separator=2, samples=6, min_tokens=8, max_tokens=WIDTH)
-    for devices in (1, 3):
-        coverage = quantize_calibrated(job, data, tmp_path / str(devices), devices=jax.devices()[:devices])
-        assert coverage.tokens > 0
-    first, second = tmp_path / "1", tmp_path / "3"
-    names = sorted(path.name for path in first.iterdir())
-    assert names == sorted(path.name for path in second.iterdir())
-    for name in names:
-        assert (first / name).read_bytes() == (second / name).read_bytes(), name
-    assert not list(tmp_path.glob("*.observed")) and not list(tmp_path.glob("*.partial"))
-    logits = run_logits(first, tiny.token_ids())
-    assert np.isfinite(logits).all()
-    assert '"tokens_per_expert"' in (first / "jaxmoe_report.json").read_text(encoding="utf-8")
-
-
-def test_calibrated_recipes_need_their_first_pass(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="needs the treatments of a first pass"):
-        quantize(make_job(files_of("glm4_moe"), smooth_recipe()), tmp_path / "out")
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp.experts.{}.down_proj"])
+def test_floats_that_overflow_are_named(part: str, tmp_path: Path) -> None:
+    """Weights that are finite and give infinite outputs: what rounds by them would be nonsense."""
+    source = tiny.write_checkpoint(tmp_path / "source", tiny.CONFIGS[GLM])
+    busiest = int(np.argmax(walked(GLM).counts(LAYER)))
+    name = f"model.layers.{LAYER}.{part.format(busiest)}.weight"
+    change(source, name, np.full(open_checkpoint(source).tensors[name].shape, 3e38))
+    where = f"layer {LAYER}" if "{}" not in part else f"layer {LAYER}, expert {busiest}"
+    with pytest.raises(WeightsError, match=f"{where} of the float model gives NaN or infinite values on the samples"):
+        run(prepare(source, experts_rounded("ssz")), tmp_path / "out", some_samples())
     assert not (tmp_path / "out").exists()
 
 
+def test_samples_and_recipes_go_together(tmp_path: Path) -> None:
+    files = open_model(tiny_folder(GLM))
+    for recipe, data, message in [
+        ("w4a8-experts-ssz", None, "recipe w4a8-experts-ssz is calibrated and needs samples"),
+        ("w8a8-g128", windows(), "recipe w8a8-g128 takes no samples"),
+    ]:
+        with pytest.raises(RecipeError, match=message):
+            quantize(make_job(files, load_recipe(recipe)), tmp_path / "out", calibration=data)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_smoothing_weights_are_as_they_were() -> None:
+    seen = walk(
+        GLM,
+        with_calibration(all_rounded("ssz"), smooth=None),
+        some_samples(),
+        walked(GLM).folder.with_name("unsmoothed"),
+    )
+    before, after = seen.job.files.checkpoint, open_checkpoint(seen.folder)
+    for name in before.tensors:
+        np.testing.assert_array_equal(after.read(name), before.read(name), err_msg=name)
+    x, _ = normed(seen)
+    found = seen.moments[f"model.layers.{LAYER}.mlp.shared_experts.up_proj.weight"]
+    assert found is not None
+    np.testing.assert_allclose(found, unit(moment(x, "ssz")), rtol=TOLERANCES["moment"].value)
+
+
+def test_each_expert_may_choose_its_share() -> None:
+    """What it chooses is one of those that are tried, not all choose alike, and the float model stays the same."""
+    folder = walked(GLM).folder.with_name("searched")
+    seen = walk(GLM, all_rounded("ssz", search_hidden=True), some_samples(), folder)
+    x, ids = normed(seen)
+    chosen = []
+    for expert in range(EXPERTS):
+        fed = np.abs(hidden_of(seen, x[(ids == expert).any(-1)], expert)).max(0, initial=0)
+        tops = np.abs(weight(seen, "moe.ffn.down", expert)).max(0)
+        tried = [exponents_of(fed, tops, share) for share in (0, *SHARES)]
+        tried[0] = np.zeros_like(tops)
+        found = seen.weights[f"model.layers.{LAYER}.mlp.experts.{expert}.down_proj.weight"]
+        factors = found.astype(np.float64) / weight(seen, "moe.ffn.down", expert)
+        fits = [index for index, each in enumerate(tried) if (factors == np.exp2(each)).all()]
+        assert fits, expert
+        chosen.append(fits[0])
+    assert len(set(chosen)) > 1, chosen
+    exact = run_logits(tiny_folder(GLM), tiny.token_ids())
+    unit = max(1.0, float(exact.std()))
+    smoothed = run_logits(seen.folder, tiny.token_ids())
+    np.testing.assert_allclose(smoothed, exact, rtol=0, atol=TOLERANCES["same_logits"].value * unit)
+
+
 def test_layers_and_their_stacks() -> None:
-    config = files_of("glm4_moe").manifest.config
+    config = open_model(tiny_folder(GLM)).manifest.config
     assert [stack_of_layer(config, layer) for layer in range(3)] == [("dense", 0), ("moe", 0), ("moe", 1)]
+    assert len(jax.devices()) == 8

@@ -5,13 +5,15 @@ import numpy as np
 import pytest
 
 from jaxmoe.ptq.rounding import NearestOptions
-from jaxmoe.ptq.rounding.cold import shrink
-from jaxmoe.ptq.rounding.gptq import NEAREST, GptqOptions, ScaleRule
-from tests.ptq.rounding_oracle import RUN, expand, gram, inputs, output_error, textbook_gptq
+from jaxmoe.ptq.rounding.cold import shrunk
+from jaxmoe.ptq.rounding.gptq import NEAREST, GptqOptions, Order, ScaleRule
+from tests.ptq.rounding_oracle import RUN, expand, gram, inputs, ordered_gptq, output_error, textbook_gptq
 from tests.tolerances import TOLERANCES
 
 OUT, SIZE, GROUP = 6, 40, 16
-MINMAX = GptqOptions(scale="minmax")
+MINMAX = GptqOptions(scale="minmax", order="natural")
+ORACLES = {"natural": textbook_gptq, "activity": ordered_gptq}
+orders = pytest.mark.parametrize("order", ORACLES)
 
 
 def gptq(weight, hessian, group: int = GROUP, bits: int = 4, options: GptqOptions = MINMAX):
@@ -32,36 +34,39 @@ def hessian_of(seed: int, tokens: int = 200, size: int = SIZE) -> np.ndarray:
     return gram(inputs(np.random.default_rng(seed), tokens, size))
 
 
+@orders
 @pytest.mark.parametrize("rule", ["minmax", "ssz"])
 @pytest.mark.parametrize(("size", "group"), [(SIZE, GROUP), (300, 300), (7, 7), (9, 1)])
-def test_the_textbook_finds_the_same_int4(size: int, group: int, rule: ScaleRule) -> None:
+def test_the_textbook_finds_the_same_int4(size: int, group: int, rule: ScaleRule, order: Order) -> None:
     weight, hessian = normal(1, (OUT, size)), hessian_of(1, 400, size)
-    q, scale, status = gptq(weight, hessian, group, 4, GptqOptions(scale=rule))
-    expected_q, expected_scale = textbook_gptq(weight, hessian, group, 7, 0.01, rule)
+    q, scale, status = gptq(weight, hessian, group, 4, GptqOptions(scale=rule, order=order))
+    expected_q, expected_scale = ORACLES[order](weight, hessian, group, 7, 0.01, rule)
     assert status == 0 and q.dtype == np.int8 and scale.dtype == np.float32
     np.testing.assert_array_equal(q, expected_q)
     np.testing.assert_allclose(scale, expected_scale, rtol=TOLERANCES["gptq_scale"].value)
 
 
+@orders
 @pytest.mark.parametrize("rule", ["minmax", "ssz"])
 @pytest.mark.parametrize("group", [GROUP, SIZE])
-def test_the_textbook_is_no_better_at_int8(group: int, rule: ScaleRule) -> None:
+def test_the_textbook_is_no_better_at_int8(group: int, rule: ScaleRule, order: Order) -> None:
     weight, hessian = normal(2), hessian_of(2)
-    q, scale, _ = gptq(weight, hessian, group, 8, GptqOptions(scale=rule))
-    expected = textbook_gptq(weight, hessian, group, 127, 0.01, rule)
+    q, scale, _ = gptq(weight, hessian, group, 8, GptqOptions(scale=rule, order=order))
+    expected = ORACLES[order](weight, hessian, group, 127, 0.01, rule)
     ours, theirs = output_error(weight, q, scale, group, hessian), output_error(weight, *expected, group, hessian)
     assert ours == pytest.approx(theirs, rel=TOLERANCES["gptq_error"].value)
 
 
+@orders
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rule", ["minmax", "ssz"])
 @pytest.mark.parametrize("group", [GROUP, SIZE])
 def test_outputs_of_correlated_inputs_are_nearer_than_with_rounding_to_nearest(
-    group: int, rule: ScaleRule, bits: int
+    group: int, rule: ScaleRule, bits: int, order: Order
 ) -> None:
     for seed in range(3):
         weight, hessian = normal(seed), hessian_of(seed)
-        q, scale, _ = gptq(weight, hessian, group, bits, GptqOptions(scale=rule))
+        q, scale, _ = gptq(weight, hessian, group, bits, GptqOptions(scale=rule, order=order))
         plain = output_error(weight, *nearest(weight, group, bits), group, hessian)
         assert output_error(weight, q, scale, group, hessian) < 0.5 * plain
 
@@ -76,16 +81,29 @@ def test_uncorrelated_inputs_round_to_nearest() -> None:
     np.testing.assert_array_equal(scale, plain_scale)
 
 
-def test_dead_channels_are_rounded_to_nearest_and_never_zeroed() -> None:
+@orders
+def test_dead_channels_are_rounded_to_nearest_and_never_zeroed(order: Order) -> None:
     weight, x = normal(5), inputs(np.random.default_rng(5), 200, SIZE)
     dead = [0, 17, SIZE - 1]
     x[:, dead] = 0
-    q, scale, status = gptq(weight, gram(x))
+    q, scale, status = gptq(weight, gram(x), options=GptqOptions(scale="minmax", order=order))
     assert status == 0
     expected = np.clip(np.rint(weight / expand(scale, GROUP, SIZE)), -7, 7)
     np.testing.assert_array_equal(q[:, dead], expected[:, dead])
     assert (q[:, dead] != 0).any() and (q != expected).any()
-    assert (q == textbook_gptq(weight, gram(x), GROUP, 7, 0.01, "minmax")[0]).all()
+    assert (q == ORACLES[order](weight, gram(x), GROUP, 7, 0.01, "minmax")[0]).all()
+
+
+def test_the_order_is_that_of_the_inputs_and_the_scales_stay() -> None:
+    """Channels in another order in the weight give the same numbers there; scales are those of rounding to nearest."""
+    weight, x = normal(14), inputs(np.random.default_rng(14), 200, SIZE)
+    options = GptqOptions(scale="minmax", order="activity")
+    q, scale, _ = gptq(weight, gram(x), SIZE, 4, options)
+    np.testing.assert_array_equal(scale, nearest(weight, SIZE)[1])
+    turned = np.random.default_rng(0).permutation(SIZE)
+    other_q, other_scale, _ = gptq(weight[:, turned], gram(x[:, turned]), SIZE, 4, options)
+    np.testing.assert_array_equal(other_q, q[:, turned])
+    np.testing.assert_array_equal(other_scale, scale)
 
 
 @pytest.mark.parametrize("rule", ["minmax", "ssz"])
@@ -168,10 +186,9 @@ def test_shrinking_is_never_worse_than_own_statistics_of_few_tokens(tokens: int)
     shift = 0.3 * rng.normal(size=(experts, 1, SIZE)).astype(np.float32)
     rows = shared[: experts * 512].reshape(experts, 512, SIZE)
     seen, later = rows[:, :256] * loudness + shift, rows[:, 256:] * loudness + shift
-    layer = np.mean([gram(x) / len(x) for x in seen], axis=0, dtype=np.float32)
-    own = np.stack([gram(x[:tokens]) for x in seen]) if tokens else np.zeros((experts, SIZE, SIZE), np.float32)
-    counts = jnp.full(experts, tokens, jnp.int32)
-    mixed = shrink(jnp.asarray(own), counts, jnp.asarray(layer), SIZE)
+    layer = np.stack([gram(x) / len(x) for x in seen]).mean(axis=0)
+    own = np.stack([gram(x[:tokens]) / max(1, tokens) for x in seen])
+    mixed = np.stack([shrunk(each, tokens, layer) for each in own]).astype(np.float32)
     weight = normal(13, (experts, OUT, SIZE))
     errors = {}
     for kind, hessian in [("own", own), ("shrunk", mixed)]:

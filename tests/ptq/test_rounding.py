@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxmoe.errors import RecipeError
 from jaxmoe.ptq.rounding import METHODS, MethodName, NearestOptions, Options, method_of, round_weight
 from jaxmoe.ptq.rounding.clip import ClipOptions
-from jaxmoe.ptq.rounding.cold import COLD_POLICIES, ColdPolicy, decide, shrink, statistics
+from jaxmoe.ptq.rounding.cold import COLD_POLICIES, ColdPolicy, alike, cold_moment, shrunk
 from jaxmoe.ptq.rounding.gptq import GptqOptions
 from jaxmoe.ptq.rounding.ssz import SszOptions
 from jaxmoe.quant.qarray import QArray, quantize_weight, validate_shapes
@@ -254,37 +254,55 @@ def test_options_out_of_range_are_refused() -> None:
             make()
 
 
-def test_shrinking_adds_tokens_of_the_layer_to_those_of_the_expert() -> None:
+moments = st.one_of(
+    hnp.arrays(np.float64, (4,), elements=st.floats(0, 1e6)),
+    hnp.arrays(np.float64, (4, 4), elements=st.floats(-1e6, 1e6)).map(lambda x: x @ x.T / 1e6),
+)
+
+
+@given(own=moments, prior=moments, count=st.integers(0, 10**6))
+def test_shrinking_is_as_if_tokens_of_the_layer_had_been_seen(own: np.ndarray, prior: np.ndarray, count: int) -> None:
+    """As many as there are channels: own statistics of none count nothing, those of very many everything."""
+    if own.shape != prior.shape:
+        prior = own[::-1]
+    channels = own.shape[-1]
+    expected = (count * own + channels * prior) / (count + channels)
+    scale = max(np.abs(own).max(), np.abs(prior).max())
+    np.testing.assert_allclose(shrunk(own, count, prior), expected, rtol=0, atol=TOLERANCES["shrink"].value * scale)
+    np.testing.assert_array_equal(shrunk(own, 0, prior), prior)
+
+
+def test_shrinking_gives_few_tokens_full_rank() -> None:
     rng = np.random.default_rng(11)
-    counts = np.array([0, 1, 5, 10**6], np.int32)
-    layer = rng.random(SIZE).astype(np.float32)
-    own = rng.random((4, SIZE)).astype(np.float32) * counts[:, None].astype(np.float32)
-    share = (counts / (counts + SIZE))[:, None]
-    expected = share * own / np.maximum(counts, 1)[:, None] + (1 - share) * layer
-    ours = np.asarray(shrink(jnp.asarray(own), jnp.asarray(counts), jnp.asarray(layer), SIZE))
-    np.testing.assert_allclose(ours, expected, rtol=TOLERANCES["shrink"].value)
-    matrix, mean = own[:, :, None] * np.ones(SIZE, np.float32), layer[:, None] * np.ones(SIZE, np.float32)
-    ours = shrink(jnp.asarray(matrix), jnp.asarray(counts), jnp.asarray(mean), SIZE)
-    np.testing.assert_allclose(ours[..., 3], expected, rtol=TOLERANCES["shrink"].value)
-    single = shrink(jnp.asarray(matrix[2]), jnp.asarray(counts[2]), jnp.asarray(mean), SIZE)
-    np.testing.assert_array_equal(single, ours[2])
+    own, layer = gram(rng.normal(size=(2, SIZE))) / 2, gram(rng.normal(size=(500, SIZE))) / 500
+    assert np.linalg.matrix_rank(own) == 2 and np.linalg.matrix_rank(shrunk(own, 2, layer)) == SIZE
+    assert np.linalg.eigvalsh(shrunk(own, 2, layer)).min() > 0
+
+
+def test_inputs_that_no_other_weight_shares() -> None:
+    np.testing.assert_array_equal(alike(np.array([1.0, 2, 6])), [3, 3, 3])
+    np.testing.assert_array_equal(alike(np.array([[2.0, 5], [5, 4]])), [[3, 0], [0, 3]])
+    assert not alike(np.zeros(3)).any() and not alike(np.zeros((3, 3))).any()
 
 
 @pytest.mark.parametrize("policy", COLD_POLICIES)
 def test_each_policy_decides_per_expert(policy: ColdPolicy) -> None:
-    counts = [0, 3, 16, 99]
-    if policy == "error":
-        with pytest.raises(RecipeError, match=r"layer 3 down: 2 of 4 .* fewer than 16 .* \(expert 0: 0, expert 1: 3\)"):
-            decide(policy, counts, 16, where="layer 3 down")
-        assert decide(policy, counts[2:], 16, where="layer 3 down") == ("own", "own")
+    own, prior = np.array([1.0, 3]), np.array([50.0, 70])
+
+    def moment(count: int) -> np.ndarray | None:
+        return cold_moment(policy, own, count, prior, min_tokens=16, where="layer 3, expert 5")
+
+    if policy == "shrink":
+        for count in (0, 3, 16, 99):
+            np.testing.assert_array_equal(moment(count), shrunk(own, count, prior))
         return
-    cold, warm = {"shrink": ("shrunk", "shrunk"), "rtn": ("none", "own"), "all_tokens": ("layer", "own")}[policy]
-    decisions = decide(policy, counts, 16, where="layer 3 down")
-    assert decisions == (cold, cold, warm, warm)
-    own = np.arange(8, dtype=np.float32).reshape(4, 2) * np.array([[0], [1], [1], [1]], np.float32)
-    layer, n = np.array([50, 70], np.float32), np.array(counts, np.int32)
-    ours = np.asarray(statistics(jnp.asarray(own), jnp.asarray(n), jnp.asarray(layer), decisions))
-    shrunk = np.asarray(shrink(jnp.asarray(own), jnp.asarray(n), jnp.asarray(layer), 2))
-    by_kind = {"shrunk": shrunk, "own": own / np.maximum(n, 1).astype(np.float32)[:, None]}
-    by_kind |= {"layer": np.stack([layer] * 4), "none": np.zeros_like(own)}
-    np.testing.assert_array_equal(ours, np.stack([by_kind[kind][e] for e, kind in enumerate(decisions)]))
+    for count in (16, 99):
+        assert moment(count) is own
+    for count in (0, 15):
+        if policy == "error":
+            with pytest.raises(
+                RecipeError, match=f"layer 3, expert 5 saw {count} calibration tokens, fewer than the 16"
+            ):
+                moment(count)
+        else:
+            assert moment(count) is (None if policy == "rtn" else prior)

@@ -47,23 +47,24 @@ def test_shapes_and_half_a_step_of_error(group: int | None) -> None:
     assert (np.abs(restored - weight) <= step * (0.5 + TOLERANCES["int8_half_step"].value)).all()
 
 
-@pytest.mark.parametrize("group", [32, 128, 256])
-def test_4_bits_have_the_shape_of_the_weight_and_half_its_bytes(group: int) -> None:
+@pytest.mark.parametrize("group", [32, 128, 256, None])
+def test_4_bits_have_the_shape_of_the_weight_and_half_its_bytes(group: int | None) -> None:
     scheme = Scheme(weight_bits=4, group=group)
     weight, array = stack(scheme)
     validate_shapes(array, name="w")
-    assert (array.shape, array.ndim, array.dtype, array.group) == (SHAPE, 4, jnp.uint8, group)
+    width = 576 if group is None else group
+    assert (array.shape, array.ndim, array.dtype, array.group) == (SHAPE, 4, jnp.uint8, width)
     assert array.qvalue.nbytes == weight.size // 2
     assert array.qvalue.nbytes + array.scale.nbytes == scheme.stored_bytes(SHAPE)
-    integers = unpack_pairs(np.asarray(array.qvalue), group)
+    integers = unpack_pairs(np.asarray(array.qvalue), width)
     np.testing.assert_array_equal(array.integers(), integers)
     restored = np.asarray(dequantize_jitted(array, jnp.float32))
-    np.testing.assert_array_equal(restored, dequantize(integers, np.asarray(array.scale), group))
-    step = np.repeat(np.asarray(array.scale), group, axis=-1)[..., :576]
+    np.testing.assert_array_equal(restored, dequantize(integers, np.asarray(array.scale), width))
+    step = np.repeat(np.asarray(array.scale), width, axis=-1)[..., :576]
     assert (np.abs(restored - weight) <= step * (0.5 + TOLERANCES["int8_half_step"].value)).all()
 
 
-@pytest.mark.parametrize("scheme", ["w8a8-g128", "w8a8-channel", "w4a8-g32", "w4a8-g256"])
+@pytest.mark.parametrize("scheme", ["w8a8-g128", "w8a8-channel", "w4a8-g32", "w4a8-g256", "w4a8-channel"])
 @pytest.mark.parametrize("size", [576, 40, 2])
 def test_the_groups_of_a_weight_are_its_integers(size: int, scheme: str) -> None:
     _, array = stack(parse_scheme(scheme), (2, 3, size))

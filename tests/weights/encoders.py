@@ -101,6 +101,69 @@ def ascend(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple
     return parts, values * _spread(scales, shape[-1], shape[-1])
 
 
+def ascend_int4(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
+    """Two rows in each row of bytes, and sums that nobody needs: for parts of the inputs where those are split."""
+    values = rng.integers(-8, 8, shape)
+    packed = np.zeros((*shape[:-2], shape[-2] // 2, shape[-1]), np.int64)
+    for row in range(shape[-2]):
+        packed[..., row // 2, :] += values[..., row, :] % 16 << 4 * (row % 2)
+    scales = _scales((*shape[:-1], 1), rng, np.float32)
+    sums = 16 if name.endswith("down_proj.weight") else 1
+    parts = {
+        name: packed.astype(np.uint8).view(np.int8),
+        f"{name}_scale": scales,
+        f"{name}_offset": np.zeros(scales.shape, np.float32),
+        f"{name.removesuffix('.weight')}.scale_bias": np.ones((*shape[:-1], sums), np.float32),
+    }
+    return parts, values * _spread(scales, shape[-1], shape[-1])
+
+
+def int4_bytes(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
+    """compressed-tensors, four bits in a byte each."""
+    values = rng.integers(-8, 8, shape, np.int8)
+    scales = _scales((*shape[:-1], -(-shape[-1] // GROUP)), rng, ml_dtypes.bfloat16)
+    return {name: values, f"{name}_scale": scales}, values * _spread(scales, GROUP, shape[-1])
+
+
+def int8_words(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
+    """compressed-tensors, weight only: four values plus 128 in a word."""
+    values = rng.integers(-128, 128, shape)
+    words = np.zeros((*shape[:-1], -(-shape[-1] // 4)), np.int64)
+    for column in range(shape[-1]):
+        words[..., column // 4] += (values[..., column] + 128) << 8 * (column % 4)
+    scales = _scales((*shape[:-1], 1), rng, np.float32)
+    parts = {
+        f"{name}_packed": words.astype(np.uint32).view(np.int32),
+        f"{name}_scale": scales,
+        f"{name}_shape": np.array(shape, np.int64),
+    }
+    return parts, values * _spread(scales, shape[-1], shape[-1])
+
+
+def fp8_channel(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
+    """compressed-tensors, one scale an output, with and without an axis for it."""
+    weight, scales = _fp8(shape, rng), _scales((*shape[:-1], 1), rng, ml_dtypes.bfloat16)
+    stored = scales[..., 0] if rng.integers(2) else scales
+    return {name: weight, f"{name}_scale": stored}, weight.astype(np.float64) * scales.astype(np.float64)
+
+
+def fp8_tensor(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
+    """One scale for a matrix, with and without axes for it, and the step of activations beside it."""
+    weight, scales = _fp8(shape, rng), _scales((*shape[:-2], 1, 1), rng, np.float32)
+    parts = {
+        name: weight,
+        f"{name}_scale": scales.reshape(scales.shape[: len(shape) - int(rng.integers(3))]),
+        f"{name.removesuffix('.weight')}.input_scale": np.ones(1 if rng.integers(2) else (), np.float32),
+    }
+    return parts, weight.astype(np.float64) * scales.astype(np.float64)
+
+
+def fp8_compressed_blocks(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
+    """What `fp8_blocks` writes, under compressed-tensors' name."""
+    parts, exact = fp8_blocks(name, shape, rng)
+    return {name: parts[name], f"{name}_scale": parts[f"{name}_scale_inv"]}, exact
+
+
 def compressed(weights: Mapping[str, Any], storage: str, inputs: Any = None) -> dict[str, Any]:
     """The quantization_config that compressed-tensors writes."""
     numbers = {
@@ -145,6 +208,11 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "int4": compressed({"num_bits": 4, "strategy": "group", "group_size": GROUP}, "pack-quantized"),
     "int8-channel": compressed({}, "int-quantized", PER_TOKEN),
     "int8-groups": compressed({"strategy": "group", "group_size": GROUP}, "int-quantized"),
+    "int4-bytes": compressed({"num_bits": 4, "strategy": "group", "group_size": GROUP}, "int-quantized", PER_TOKEN),
+    "int8-words": compressed({}, "pack-quantized"),
+    "fp8-tensor": compressed(
+        {"type": "float", "strategy": "tensor"}, "float-quantized", {"type": "float", "strategy": "tensor"}
+    ),
     "ascend": None,
 }
 """Format -> its quantization_config; AscendV1 has a file of its own."""
@@ -155,10 +223,35 @@ WRITERS: dict[str, Writer] = {
     "int4": int4_packed,
     "int8-channel": int8_channel,
     "int8-groups": int8_groups,
+    "int4-bytes": int4_bytes,
+    "int8-words": int8_words,
     "ascend": ascend,
 }
-SCHEMES = {"int8-channel": "w8a8-channel", "int8-groups": "w8a16-g32", "ascend": "w8a8-channel"}
-"""Formats whose integers stay as they are, and the scheme that they then have."""
+FORMS: dict[str, Writer] = {
+    **WRITERS,
+    "ascend-int4": ascend_int4,
+    "fp8-channel": fp8_channel,
+    "fp8-tensor": fp8_tensor,
+    "fp8-compressed-blocks": fp8_compressed_blocks,
+}
+"""Those, and other forms of one tensor in the same formats."""
+SCHEMES = {
+    "int8-channel": "w8a8-channel",
+    "int8-groups": "w8a16-g32",
+    "int4-bytes": "w4a8-g32",
+    "int8-words": "w8a16-channel",
+    "ascend": "w8a8-channel",
+}
+"""Formats whose integers stay as they are, and the scheme that they then have in most roles."""
+_ASCEND = {"experts.down": ("w4a8-channel", "W4A8_DYNAMIC"), "shared.up": ("w8a16-channel", "W8A16")}
+"""Roles that the AscendV1 checkpoint has in other types."""
+
+
+def scheme_of(kind: str, role: str) -> str | None:
+    """Name of the scheme that a role has in a format; None: it is float."""
+    if role in FLOAT_ROLES or kind not in SCHEMES:
+        return None
+    return _ASCEND[role][0] if kind == "ascend" and role in _ASCEND else SCHEMES[kind]
 
 
 def write(
@@ -173,14 +266,15 @@ def write(
     return folder
 
 
-def encoded_tensors(kind: str, manifest: Manifest) -> tuple[Parts, dict[str, np.ndarray]]:
-    """All tensors of a model in a format, and the float64 values of each logical one.
+def encoded_tensors(kind: str, manifest: Manifest) -> tuple[Parts, dict[str, np.ndarray], dict[str, str]]:
+    """All tensors of a model in a format, the float64 values of each logical one, and their AscendV1 types.
 
     Roles without a quantised operator are plain, and so is the first layer's part of every other one where the format
     is decoded: a checkpoint mixes.
     """
     parts: Parts = {}
     exact: dict[str, np.ndarray] = {}
+    types: dict[str, str] = {}
     for entry in manifest.entries:
         for position, name in entry.tensors():
             if name in exact:
@@ -190,24 +284,24 @@ def encoded_tensors(kind: str, manifest: Manifest) -> tuple[Parts, dict[str, np.
             if plain or (kind not in SCHEMES and position[:1] == (0,) and entry.role.startswith(("attention", "ffn"))):
                 parts[name] = tiny.draw(name, entry.tensor_shape)
                 exact[name] = parts[name].astype(np.float64)
-            else:
-                more, exact[name] = WRITERS[kind](name, entry.tensor_shape, rng)
-                parts.update(more)
-    return parts, exact
+                types[name] = "FLOAT"
+                continue
+            four_bits = kind == "ascend" and scheme_of(kind, entry.role) == "w4a8-channel"
+            writer = ascend_int4 if four_bits else FORMS[kind]
+            more, exact[name] = writer(name, entry.tensor_shape, rng)
+            parts.update(more)
+            types.update(dict.fromkeys(more, _ASCEND.get(entry.role, ("", "W8A8_DYNAMIC"))[1]))
+    return parts, exact, types
 
 
 def write_encoded(
     folder: Path, kind: str, config: Mapping[str, Any], manifest: Manifest
 ) -> tuple[Path, dict[str, np.ndarray]]:
     """A checkpoint in a format and the values of its logical tensors."""
-    parts, exact = encoded_tensors(kind, manifest)
+    parts, exact, types = encoded_tensors(kind, manifest)
     named = CONFIGS[kind]
     write(folder, config if named is None else {**config, "quantization_config": named}, parts)
     if kind == "ascend":
-        types = {name: "FLOAT" for name in parts}
-        for name, array in parts.items():
-            if array.dtype == np.int8:
-                types |= {part: "W8A8_DYNAMIC" for part in (name, f"{name}_scale", f"{name}_offset")}
         described = {"version": "1.0.0", "model_quant_type": "W8A8_DYNAMIC", "group_size": 0, "metadata": {}, **types}
         (folder / "quant_model_description.json").write_text(json.dumps(described), encoding="utf-8")
     return folder, exact

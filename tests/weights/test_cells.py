@@ -9,7 +9,8 @@ from jaxmoe.models.family import View
 from jaxmoe.models.manifest import Entry
 from jaxmoe.quant.scheme import parse_scheme
 from jaxmoe.weights.cells import Cell, Source, Stored, cell_shape, hub_cells, own_cells
-from jaxmoe.weights.encodings import Encoding, Integers, MxFp4, MxFp8, Plain
+from jaxmoe.weights.decoded import MxFp4, MxFp8
+from jaxmoe.weights.encodings import Encoding, Integers, Plain
 from jaxmoe.weights.safetensors import open_checkpoint
 from tests.weights import encoders
 

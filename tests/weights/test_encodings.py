@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 
 from jaxmoe.errors import UnsupportedError, WeightsError
+from jaxmoe.ops.linear.reference import pack_pairs
 from jaxmoe.quant.qarray import quantize_weight
 from jaxmoe.quant.scheme import Scheme, parse_scheme
+from jaxmoe.weights.decoded import Fp8Blocks, Fp8Scales, Int4Groups, MxFp4, MxFp8
 from jaxmoe.weights.encodings import (
     FLOAT_DTYPES,
     Encoding,
-    Fp8Blocks,
-    Int4Groups,
     Integers,
-    MxFp4,
-    MxFp8,
     Plain,
+    Storage,
     cover,
 )
 from jaxmoe.weights.safetensors import Checkpoint, open_checkpoint
@@ -32,8 +31,8 @@ FUSED = "model.layers.0.mlp.experts.down_proj_blocks"
 Case = tuple[Encoding, str, tuple[int, ...]]
 
 
-def integers(scheme: Scheme, *, offset: bool = False) -> Integers:
-    return Integers(scheme=scheme, scale_dtypes=FLOAT_DTYPES, flat_scales=not offset, offset=offset)
+def integers(scheme: Scheme, *, offset: bool = False, storage: Storage = "own") -> Integers:
+    return Integers(scheme=scheme, scale_dtypes=FLOAT_DTYPES, flat_scales=not offset, offset=offset, storage=storage)
 
 
 CASES: dict[str, Case] = {
@@ -53,6 +52,17 @@ CASES: dict[str, Case] = {
     "int8, experts": (integers(parse_scheme("w8a8-channel")), "int8-channel", (3, 6, 32)),
     "int8, groups": (integers(parse_scheme("w8a16-g32")), "int8-groups", (6, 71)),
     "ascend": (integers(parse_scheme("w8a8-channel"), offset=True), "ascend", (6, 71)),
+    "ascend int4": (integers(parse_scheme("w4a8-channel"), offset=True, storage="rows"), "ascend-int4", (10, 96)),
+    "ascend int4, narrow": (integers(parse_scheme("w4a8-channel"), offset=True, storage="rows"), "ascend-int4", (2, 2)),
+    "int4 in bytes": (integers(parse_scheme("w4a8-g32"), storage="bytes"), "int4-bytes", (6, 96)),
+    "int4 in bytes, ragged": (integers(parse_scheme("w4a8-g32"), storage="bytes"), "int4-bytes", (5, 70)),
+    "int4 in bytes, experts": (integers(parse_scheme("w4a8-g32"), storage="bytes"), "int4-bytes", (3, 5, 40)),
+    "int8 in words": (integers(parse_scheme("w8a16-channel"), storage="words"), "int8-words", (6, 64)),
+    "int8 in words, ragged": (integers(parse_scheme("w8a16-channel"), storage="words"), "int8-words", (6, 71)),
+    "fp8, an output": (Fp8Scales(block=(1, None)), "fp8-channel", (6, 71)),
+    "fp8, an output, experts": (Fp8Scales(block=(1, None)), "fp8-channel", (3, 6, 32)),
+    "fp8, a tensor": (Fp8Scales(block=(None, None), static_inputs=True), "fp8-tensor", (6, 71)),
+    "fp8, compressed blocks": (Fp8Scales(block=encoders.BLOCK), "fp8-compressed-blocks", (50, 97)),
 }
 
 
@@ -60,7 +70,7 @@ def stored(folder: Path, case: Case, seed: int = 0) -> tuple[Checkpoint, str, np
     """A checkpoint with one tensor, its logical name, its values and its parts."""
     _, kind, shape = case
     name = FUSED if kind == "mxfp4" else NAME
-    parts, exact = encoders.WRITERS[kind](name, shape, np.random.default_rng(seed))
+    parts, exact = encoders.FORMS[kind](name, shape, np.random.default_rng(seed))
     return open_checkpoint(encoders.write(folder, {}, parts)), name, exact, parts
 
 
@@ -157,10 +167,35 @@ def test_integers_and_scales_as_they_are(tmp_path: Path) -> None:
         rng = np.random.default_rng(2)
         for _ in range(20):
             index = random_index(shape, rng)
-            np.testing.assert_array_equal(encoding.read_values(checkpoint, tensor, index), parts[tensor][index])
+            np.testing.assert_array_equal(encoding.read_values(checkpoint, tensor, shape, index), parts[tensor][index])
             index = random_index(scales.shape, rng)
             np.testing.assert_array_equal(encoding.read_scales(checkpoint, tensor, index), scales[index])
             assert encoding.read_scales(checkpoint, tensor, index).dtype == np.float32
+
+
+STORED = [
+    name for name, (encoding, _, _) in CASES.items() if isinstance(encoding, Integers) and encoding.storage != "own"
+]
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_integers_of_any_form_become_those_of_a_q_array(tmp_path: Path, name: str) -> None:
+    """Any rows and any bytes of them: by the operators' oracle, from the values that the writer had."""
+    encoding, _, shape = CASES[name]
+    assert isinstance(encoding, Integers)
+    checkpoint, tensor, exact, parts = stored(tmp_path / "x", CASES[name])
+    group = encoding.scheme.group_size(shape[-1])
+    scales = np.repeat(parts[f"{tensor}_scale"].astype(np.float64), group, axis=-1)[..., : shape[-1]]
+    values = np.rint(exact / scales).astype(np.int8)
+    expected = values if encoding.scheme.weight_bits == 8 else pack_pairs(values, group)
+    found = encoding.read_values(checkpoint, tensor, shape, whole(expected.shape))
+    assert found.dtype == encoding.scheme.values_dtype
+    np.testing.assert_array_equal(found, expected)
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        index = random_index(expected.shape, rng)
+        found = encoding.read_values(checkpoint, tensor, shape, index)
+        np.testing.assert_array_equal(found, expected[index], err_msg=str(index))
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 8])
@@ -205,12 +240,19 @@ def put(suffix: str, value: Any) -> Change:
         ("int4", put("_scale", np.nan), f"{NAME}_scale: a scale is negative, infinite or NaN"),
         ("int8, groups", put("_scale", 0), f"{NAME}_scale: a scale is zero, negative, infinite or NaN"),
         ("ascend", put("_scale", np.inf), f"{NAME}_scale: a scale is zero, negative, infinite or NaN"),
+        ("fp8, an output", put("weight", np.nan), f"{NAME}: a decoded value is NaN or infinite"),
+        ("fp8, a tensor", put("weight_scale", -1), f"{NAME}_scale: a scale is negative, infinite or NaN"),
+        ("int4 in bytes", put("weight", 8), f"{NAME}: a value is outside -8..7, which 4 bits hold"),
+        ("int4 in bytes", put("weight", -9), f"{NAME}: a value is outside -8..7, which 4 bits hold"),
+        ("int4 in bytes", put("_scale", 0), f"{NAME}_scale: a scale is zero, negative, infinite or NaN"),
+        ("int8 in words", put("_shape", 63), f"{NAME}_shape says [6, 63], config.json asks for [6, 64]"),
+        ("ascend int4", put("_offset", -1), f"{NAME}_offset is not zero: only symmetric quantisation is supported"),
         ("ascend", put("_offset", 1), f"{NAME}_offset is not zero: only symmetric quantisation is supported"),
     ],
 )
 def test_an_illegal_value_is_refused_by_name(tmp_path: Path, name: str, change: Change, message: str) -> None:
     encoding, kind, shape = CASES[name]
-    parts, _ = encoders.WRITERS[kind](FUSED if kind == "mxfp4" else NAME, shape, np.random.default_rng(0))
+    parts, _ = encoders.FORMS[kind](FUSED if kind == "mxfp4" else NAME, shape, np.random.default_rng(0))
     change(parts)
     checkpoint = open_checkpoint(encoders.write(tmp_path / "x", {}, parts))
     with pytest.raises(WeightsError) as caught:
@@ -226,7 +268,9 @@ def test_a_product_that_overflows_is_refused(tmp_path: Path) -> None:
         MxFp8().read(checkpoint, NAME, (2, 32), whole((2, 32)))
 
 
-@pytest.mark.parametrize("encoding", [Fp8Blocks(), MxFp8(), MxFp4(), Int4Groups(group=32), CASES["ascend"][0]])
+@pytest.mark.parametrize(
+    "encoding", [Fp8Blocks(), Fp8Scales(block=(1, None)), MxFp8(), MxFp4(), Int4Groups(group=32), CASES["ascend"][0]]
+)
 def test_a_vector_cannot_be_stored_so(encoding: Encoding) -> None:
     with pytest.raises(UnsupportedError, match=r"^norm.weight of shape \[64\] cannot be stored as"):
         encoding.parts("norm.weight", (64,))
@@ -237,6 +281,24 @@ def test_mxfp4_needs_whole_blocks() -> None:
         MxFp4().parts("x_blocks", (8, 48))
 
 
-def test_four_bits_need_an_even_width() -> None:
-    with pytest.raises(Exception, match="its input axis of 33 is odd"):
-        Integers(scheme=parse_scheme("w4a8-g32")).parts("x.weight", (8, 33))
+@pytest.mark.parametrize("storage", ["own", "bytes", "rows"])
+def test_four_bits_need_an_even_width(storage: Storage) -> None:
+    with pytest.raises(UnsupportedError, match=r"^x\.weight: .* its input axis of 33 is odd"):
+        Integers(scheme=parse_scheme("w4a8-channel"), storage=storage).parts("x.weight", (8, 33))
+
+
+def test_rows_in_pairs_are_even() -> None:
+    with pytest.raises(UnsupportedError, match=r"^x\.weight of shape \[7, 32\]: 7 rows cannot be stored in pairs"):
+        CASES["ascend int4"][0].parts("x.weight", (7, 32))
+
+
+@pytest.mark.parametrize(("name", "part"), [("int4 in bytes", "weight"), ("int8 in words", "_shape")])
+def test_values_that_contradict_are_refused_on_loading_too(tmp_path: Path, name: str, part: str) -> None:
+    """Not only on decoding: a nibble would take the low bits of whatever is there."""
+    encoding, kind, shape = CASES[name]
+    assert isinstance(encoding, Integers)
+    parts, _ = encoders.FORMS[kind](NAME, shape, np.random.default_rng(0))
+    put(part, 100)(parts)
+    checkpoint = open_checkpoint(encoders.write(tmp_path / "x", {}, parts))
+    with pytest.raises(WeightsError, match=r"a value is outside -8..7|_shape says \[6, 100\]"):
+        encoding.read_values(checkpoint, NAME, shape, whole(encoding.scheme.values_shape(shape)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -18,15 +19,19 @@ from jaxmoe.assets import asset
 from jaxmoe.errors import ConfigError, JaxMoeError, UnsupportedError, WeightsError
 from jaxmoe.models.manifest import Entry, build_manifest
 from jaxmoe.models.registry import read_config
+from jaxmoe.ops.linear.reference import unpack_pairs
 from jaxmoe.parallel import mesh
 from jaxmoe.parallel.placement import ExpertPlacement
 from jaxmoe.parallel.plan import Plan, load_plan
+from jaxmoe.ptq.job import prepare
+from jaxmoe.ptq.quantize import quantize
 from jaxmoe.ptq.recipe import load_recipe
-from jaxmoe.ptq.stream import prepare, quantize
 from jaxmoe.quant.scheme import Scheme
-from jaxmoe.weights.encodings import Fp8Blocks, Int4Groups, Integers, MxFp8
+from jaxmoe.weights.decoded import Fp8Blocks, Fp8Scales, Int4Groups, MxFp8
+from jaxmoe.weights.encodings import Integers, Plain
 from jaxmoe.weights.foreign import ForeignFormat, read_side_files
-from jaxmoe.weights.formats import FLOAT_ROLES, read_quantization, schemes_of, without_quantization
+from jaxmoe.weights.formats import read_quantization, schemes_of, without_quantization
+from jaxmoe.weights.header import TensorMeta
 from jaxmoe.weights.load import ModelFiles, load_leaves, open_model
 from jaxmoe.weights.safetensors import Checkpoint, open_checkpoint
 from tests import tiny
@@ -41,11 +46,15 @@ FAMILY_OF = {
     "int4": "kimi_k25",
     "int8-channel": "glm4_moe",
     "int8-groups": "hunyuan_v1_moe",
+    "int4-bytes": "qwen3_moe",
+    "int8-words": "olmoe",
+    "fp8-tensor": "minimax_m2",
     "ascend": "deepseek_v2",
 }
 """Format -> a family that is released in it, or may be."""
 FORMATS = tuple(FAMILY_OF)
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
 @cache
@@ -125,11 +134,10 @@ def test_a_complete_checkpoint_opens(kind: str) -> None:
     labels = {tensor.encoding.label() for tensor in files.source.stored.values()}
     assert len(labels) >= 2, "plain tensors and others"
     if kind != "jaxmoe":
-        wanted = encoders.SCHEMES.get(kind)
         for entry in files.manifest.entries:
             scheme = files.schemes.get(entry.path)
-            integers = wanted is not None and entry.role not in FLOAT_ROLES
-            assert (scheme is not None and scheme.name == wanted) if integers else scheme is None, entry.path
+            wanted = encoders.scheme_of(kind, entry.role)
+            assert (None if scheme is None else scheme.name) == wanted, entry.path
         assert files.kv_cache == "float32"
 
 
@@ -251,7 +259,7 @@ def test_integers_of_a_role_without_an_integer_operator_are_decoded(
     folder = rewritten(folder_of("int8-channel"), tmp_path / "x", lambda tensors, _: tensors.update(parts))
     with caplog.at_level(logging.INFO, logger="jaxmoe"):
         files = open_model(folder)
-    assert "1 INT8 tensors are decoded to floats: their roles have no integer operator" in caplog.text
+    assert "1 tensors of integers are decoded to floats: their roles have no integer operator" in caplog.text
     np.testing.assert_array_equal(load(files)["moe.ffn.router.weight"][0], exact.astype(np.float32))
 
 
@@ -371,7 +379,9 @@ def test_integers_stay_as_they_are(kind: str, plan_name: str) -> None:
         scheme = files.schemes.get(entry.path)
         found = logical(entry, arrays[entry.path], plan)
         if scheme is not None:
-            assert found.dtype == np.int8
+            assert found.dtype == scheme.values_dtype
+            if scheme.weight_bits == 4:
+                found = unpack_pairs(found, scheme.group_size(entry.shape[-1]))
             scales = logical(entry, arrays[f"{entry.path}_scale"], plan)
             assert scales.dtype == np.float32 and scales.shape == scheme.scales_shape(entry.shape)
             group = scheme.group_size(entry.shape[-1])
@@ -422,6 +432,7 @@ def ct(weights: Mapping[str, Any] = {}, storage: str = "int-quantized", inputs: 
 
 
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": 32}
+FP8 = {"type": "float", "strategy": "tensor"}
 
 
 @pytest.mark.parametrize(
@@ -438,6 +449,21 @@ INT4 = {"num_bits": 4, "strategy": "group", "group_size": 32}
         ({"quant_method": "mxfp8", "ignored_layers": ["lm_head"], "weight_block_size": [1, 32]}, MxFp8()),
         (ct(INT4, "pack-quantized"), Int4Groups(group=32)),
         (ct({"num_bits": 4}, "pack-quantized"), Int4Groups(group=None)),
+        (ct({**FP8, "strategy": "channel"}, "float-quantized"), Fp8Scales(block=(1, None))),
+        (ct(FP8, "float-quantized", {**FP8, "dynamic": True}), Fp8Scales(block=(None, None))),
+        (ct(FP8, "naive-quantized", FP8), Fp8Scales(block=(None, None), static_inputs=True)),
+        (
+            ct(
+                {**FP8, "strategy": "block", "block_structure": [64, 32]},
+                "float-quantized",
+                {"type": "float", "strategy": "group", "group_size": 32, "dynamic": True},
+            ),
+            Fp8Scales(block=(64, 32)),
+        ),
+        (
+            ct({**FP8, "strategy": "block", "block_structure": "128x128"}, "float-quantized"),
+            Fp8Scales(block=(128, 128)),
+        ),
     ],
 )
 def test_a_configuration_that_is_decoded(quantization: dict[str, Any], encoding: Any) -> None:
@@ -448,18 +474,23 @@ def test_a_configuration_that_is_decoded(quantization: dict[str, Any], encoding:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "scheme"),
+    ("quantization", "scheme", "storage"),
     [
-        (ct(inputs=encoders.PER_TOKEN), Scheme(group=None)),
-        (ct(storage="naive-quantized"), Scheme(activation_bits=16, group=None)),
-        (ct({"strategy": "group", "group_size": 128}, inputs=encoders.PER_TOKEN), Scheme(group=128)),
+        (ct(inputs=encoders.PER_TOKEN), "w8a8-channel", "own"),
+        (ct(storage="naive-quantized"), "w8a16-channel", "own"),
+        (ct({"strategy": "group", "group_size": 128}, inputs=encoders.PER_TOKEN), "w8a8-g128", "own"),
+        (ct(storage="pack-quantized"), "w8a16-channel", "words"),
+        (ct({**INT4, "num_bits": 8}, "pack-quantized"), "w8a16-g32", "words"),
+        (ct(INT4, inputs=encoders.PER_TOKEN), "w4a8-g32", "bytes"),
+        (ct({"num_bits": 4}, inputs=encoders.PER_TOKEN), "w4a8-channel", "bytes"),
+        (ct({"num_bits": 4}), "w4a16-channel", "bytes"),
     ],
 )
-def test_a_configuration_that_keeps_integers(quantization: dict[str, Any], scheme: Scheme) -> None:
+def test_a_configuration_that_keeps_integers(quantization: dict[str, Any], scheme: str, storage: str) -> None:
     found = read_quantization({"quantization_config": quantization}, "config.json")
     assert isinstance(found, ForeignFormat) and found.keeps_integers
     (encoding,) = found.encodings
-    assert isinstance(encoding, Integers) and encoding.scheme == scheme
+    assert isinstance(encoding, Integers) and (encoding.scheme.name, encoding.storage) == (scheme, storage)
     with pytest.raises(UnsupportedError, match="the tensors decide what is INT8; give the folder"):
         schemes_of(found, tiny.manifest_of(tiny.CONFIGS["glm4_moe"]), "config.json")
 
@@ -503,16 +534,38 @@ def test_a_configuration_that_keeps_integers(quantization: dict[str, Any], schem
             "weight_block_size = (1, 16) is not supported",
         ),
         (
-            ct({**INT4, "num_bits": 8}, "pack-quantized"),
+            ct({**INT4, "num_bits": 3}, "pack-quantized"),
             UnsupportedError,
-            "weights.num_bits = 8 is not supported, only 4",
+            "weights.num_bits = 3 is not supported, only 8 or 4",
         ),
-        (ct({"num_bits": 4}), UnsupportedError, "weights.num_bits = 4 is not supported, only 8"),
+        (
+            ct({**INT4, "group_size": 48}, inputs=encoders.PER_TOKEN),
+            UnsupportedError,
+            "group_0.weights: no scheme has weight_bits=4 with group=48: 4-bit weights have one scale per 32, 64",
+        ),
         (ct({**INT4, "actorder": "group"}, "pack-quantized"), UnsupportedError, "weights.actorder = 'group'"),
         (ct({**INT4, "symmetric": False}, "pack-quantized"), UnsupportedError, "weights.symmetric = False"),
         (ct({**INT4, "group_size": None}, "pack-quantized"), ConfigError, "strategy 'group' with group_size = None"),
         (ct({"strategy": "tensor"}), UnsupportedError, "weights.strategy = 'tensor' is not supported"),
-        (ct({"type": "float"}), UnsupportedError, "weights.type = 'float' is not supported, only 'int'"),
+        (ct({"type": "bool"}), UnsupportedError, "weights.type = 'bool' is not supported, only 'int' or 'float'"),
+        (ct({"type": "float"}), UnsupportedError, "format = 'int-quantized' is not supported, only 'float-quantized'"),
+        (ct({**FP8, "num_bits": 4}, "float-quantized"), UnsupportedError, "weights.num_bits = 4 is not supported"),
+        (
+            ct({**FP8, "strategy": "group", "group_size": 128}, "float-quantized"),
+            UnsupportedError,
+            "weights.strategy = 'group' is not supported, only 'channel' or 'tensor' or 'block'",
+        ),
+        (
+            ct({**FP8, "strategy": "block", "block_structure": [128]}, "float-quantized"),
+            ConfigError,
+            "strategy 'block' with block_structure = [128], which is not two sizes",
+        ),
+        (
+            ct(FP8, "float-quantized", {**FP8, "strategy": "channel"}),
+            UnsupportedError,
+            "input_activations.strategy = 'channel' is not supported, only 'tensor'",
+        ),
+        (ct(FP8, "float-quantized", {"strategy": "tensor"}), UnsupportedError, "input_activations = (8, 'int')"),
         (ct({"dynamic": "local"}), UnsupportedError, "weights.dynamic = 'local'"),
         (ct(storage="float-quantized"), UnsupportedError, "format = 'float-quantized' is not supported"),
         (ct(INT4, "pack-quantized", encoders.PER_TOKEN), UnsupportedError, "input_activations = "),
@@ -531,16 +584,83 @@ def test_a_configuration_that_cannot_be_read(quantization: Any, kind: type[JaxMo
     assert str(caught.value).startswith("config.json: quantization_config") and message in str(caught.value)
 
 
-def test_two_groups_of_one_kind_are_refused() -> None:
-    quantization = ct(inputs=encoders.PER_TOKEN)
-    groups = quantization["config_groups"]
-    groups["group_1"] = ct({"strategy": "group", "group_size": 32})["config_groups"]["group_0"]
-    with pytest.raises(UnsupportedError, match=r"INT8 \(w8a16-g32\) beside INT8 \(w8a8-channel\)"):
-        read_quantization({"quantization_config": quantization}, "config.json")
-    groups["group_1"] = {**ct(INT4)["config_groups"]["group_0"], "format": "pack-quantized"}
-    found = read_quantization({"quantization_config": quantization}, "config.json")
+def groups_of(*groups: tuple[list[str], Any]) -> ForeignFormat:
+    """One configuration of several groups: (targets, a configuration of one)."""
+    config = ct()
+    config["config_groups"] = {
+        f"group_{index}": {**one["config_groups"]["group_0"], "format": one["format"], "targets": targets}
+        for index, (targets, one) in enumerate(groups)
+    }
+    found = read_quantization({"quantization_config": {**config, "format": "mixed-precision"}}, "config.json")
     assert isinstance(found, ForeignFormat)
-    assert [type(encoding) for encoding in found.encodings] == [Int4Groups, Integers]
+    return found
+
+
+def meta(*parts: str, dtype: Any = np.int8) -> dict[str, TensorMeta]:
+    """Tensors of a module x.q_proj by the ends of their names."""
+    names = [f"x.q_proj.{part}" for part in parts]
+    return {
+        name: TensorMeta(name=name, dtype=np.dtype(dtype), shape=(2, 2), file=Path(), offset_bytes=0) for name in names
+    }
+
+
+CHANNEL = ct(inputs=encoders.PER_TOKEN)
+GROUPS = ct({"strategy": "group", "group_size": 32}, inputs=encoders.PER_TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "scheme"),
+    [
+        (["Linear"], ["x.q_proj"], "w8a8-g32"),
+        (["Linear"], [r"re:.*q_proj$"], "w8a8-g32"),
+        (["x.q_proj"], [r"re:.*q_proj$"], "w8a8-channel"),
+        ([r"re:.*k_proj", r"re:x\.q"], ["Linear"], "w8a8-channel"),
+        (["Linear"], ["re:q_proj", "y.q_proj"], "w8a8-channel"),
+    ],
+)
+def test_groups_are_chosen_by_their_targets(first: list[str], second: list[str], scheme: str) -> None:
+    """A name goes before a pattern, which is matched from the start, and a pattern before a class."""
+    found = groups_of((first, CHANNEL), (second, GROUPS))
+    encoding = found.encoding_of("x.q_proj.weight", meta("weight", "weight_scale"))
+    assert isinstance(encoding, Integers) and encoding.scheme.name == scheme
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        (["Linear"], ["Linear"], "targets of several config_groups match it"),
+        (["re:x"], [r"re:.*q_proj"], "targets of several config_groups match it"),
+        (["x.k_proj"], ["re:y"], "no target of its config_groups matches it"),
+    ],
+)
+def test_groups_that_do_not_decide(first: list[str], second: list[str], why: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        groups_of((first, CHANNEL), (second, GROUPS)).encoding_of("x.q_proj.weight", meta("weight"))
+    assert str(caught.value) == (
+        f"x.q_proj.weight may be INT8 (w8a8-channel) or INT8 (w8a8-g32): {why}; name its module in one of them"
+    )
+
+
+@pytest.mark.parametrize("targets", ["Linear", [], [1], None])
+def test_targets_are_a_list_of_names(targets: Any) -> None:
+    with pytest.raises(ConfigError, match=r"group_0\.targets = .* is not a list of names of modules"):
+        groups_of((targets, CHANNEL))
+    with pytest.raises(ConfigError, match=r"group_0\.targets: 're:\(' is no pattern"):
+        groups_of((["re:("], CHANNEL))
+
+
+def test_tensors_decide_between_kinds_before_targets_do() -> None:
+    """Whose own parts are there: packed words, FP8 or INT8 numbers, one encoding each."""
+    int4, fp8 = ct(INT4, "pack-quantized"), ct({**FP8, "strategy": "channel"}, "float-quantized")
+    found = groups_of((["re:none"], int4), (["re:none"], fp8), (["re:none"], CHANNEL))
+    name, scale = "x.q_proj.weight", meta("weight_scale", dtype=np.float32)
+    for parts, kind in (
+        (meta("weight_packed", "weight_shape"), Int4Groups),
+        (meta("weight", dtype=ml_dtypes.float8_e4m3fn), Fp8Scales),
+        (meta("weight"), Integers),
+    ):
+        assert type(found.encoding_of(name, {**parts, **scale})) is kind
+    assert isinstance(found.encoding_of(name, meta("weight", dtype=np.float32)), Plain)
 
 
 def test_two_configurations_that_contradict_each_other() -> None:
@@ -584,7 +704,22 @@ def described(folder: Path, out: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({EXPERT: "W4A8_DYNAMIC"}, UnsupportedError, f"{EXPERT} is 'W4A8_DYNAMIC'; supported: 'FLOAT', 'W8A8_DYNAMIC'"),
+        (
+            {EXPERT: "W4A4_DYNAMIC"},
+            UnsupportedError,
+            f"{EXPERT} is 'W4A4_DYNAMIC'; supported: 'FLOAT', 'W8A8_DYNAMIC', 'W8A16', 'W4A8_DYNAMIC'",
+        ),
+        (
+            {EXPERT: "W4A8_DYNAMIC"},
+            WeightsError,
+            "tensors are missing: model.layers.1.mlp.experts.3.up_proj.scale_bias",
+        ),
+        (
+            {DOWN: "W8A8_DYNAMIC"},
+            WeightsError,
+            f"{DOWN} has shape [32, 32], config.json asks for [64, 32]",
+        ),
+        ({EXPERT: "W8A16"}, UnsupportedError, "is stored as INT8 (w8a8-channel), "),
         ({EXPERT: "FLOAT"}, WeightsError, f"{EXPERT} is int8, expected float32 or float16 or bfloat16"),
         ({EXPERT: None}, ConfigError, f"quant_model_description.json does not say how {EXPERT} is stored"),
         ({"model.norm.weight": "W8A8_DYNAMIC"}, UnsupportedError, "model.norm.weight of shape [64] cannot be stored"),

@@ -10,9 +10,12 @@ from jaxmoe.weights.packing import (
     decode_scaled,
     fp4_to_float,
     fp8_to_float,
+    int8_to_pairs,
     offset_int4_to_float,
     pairs_to_int8,
     powers_of_two,
+    rows_to_int8,
+    rows_to_pairs,
 )
 
 CODES = np.arange(256, dtype=np.uint8)
@@ -47,6 +50,24 @@ def test_our_own_pairs(size: int, group: int) -> None:
     values = np.random.default_rng(size).integers(-8, 8, (3, 5, size)).astype(np.int8)
     pairs = np.asarray(pack_pairs(jnp.asarray(values), group))
     np.testing.assert_array_equal(pairs_to_int8(pairs, group), values)
+    np.testing.assert_array_equal(int8_to_pairs(values, group), pairs)
+
+
+def test_every_pair_of_rows() -> None:
+    values = rows_to_int8(CODES[None])
+    signed = [[(code + 8) % 16 - 8 for code in half] for half in ((CODES % 16).tolist(), (CODES // 16).tolist())]
+    np.testing.assert_array_equal(values, signed)
+
+
+@pytest.mark.parametrize("chunk", [1, 150, 1 << 16])
+@pytest.mark.parametrize(("size", "group"), [(64, 64), (64, 32), (40, 32), (2, 2)])
+def test_rows_become_pairs(size: int, group: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows at a time or all: as if each number had been taken out and put back."""
+    monkeypatch.setattr("jaxmoe.weights.packing._CHUNK_ELEMENTS", chunk)
+    packed = np.random.default_rng(size).integers(0, 256, (3, 5, size), np.uint8)
+    found = rows_to_pairs(packed, group)
+    np.testing.assert_array_equal(pairs_to_int8(found, group), rows_to_int8(packed))
+    assert found.shape == (3, 10, size // 2)
 
 
 def test_decoding_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

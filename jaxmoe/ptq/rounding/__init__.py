@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxmoe.ptq.rounding.clip import ClipOptions, round_clip
 from jaxmoe.ptq.rounding.gptq import GptqOptions, round_gptq
+from jaxmoe.ptq.rounding.learned import LearnedOptions, round_learned
 from jaxmoe.ptq.rounding.slices import Rounded
 from jaxmoe.ptq.rounding.ssz import SszOptions, round_ssz
 from jaxmoe.quant.int4 import pack_pairs
@@ -43,9 +44,9 @@ def round_nearest(
     return Rounded(qvalue=q, scale=scale, status=jnp.zeros(weight.shape[:-2], jnp.int32))
 
 
-MethodName = Literal["nearest", "ssz", "clip", "gptq"]
+MethodName = Literal["nearest", "ssz", "clip", "gptq", "learned"]
 Needs = Literal["nothing", "importance", "hessian"]
-Options = NearestOptions | SszOptions | ClipOptions | GptqOptions
+Options = NearestOptions | SszOptions | ClipOptions | GptqOptions | LearnedOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ METHODS: Final[dict[MethodName, Method]] = {
     "ssz": Method(options=SszOptions, needs="importance", run=round_ssz),
     "clip": Method(options=ClipOptions, needs="importance", run=round_clip),
     "gptq": Method(options=GptqOptions, needs="hessian", run=round_gptq),
+    "learned": Method(options=LearnedOptions, needs="hessian", run=round_learned),
 }
 
 

@@ -1,11 +1,8 @@
-"""Experts that few tokens reached: whose statistics their weights are rounded by."""
+"""Experts that few tokens reached: whose second moments their weights are rounded by."""
 
-from collections.abc import Sequence
 from typing import Final, Literal
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
 
 from jaxmoe.errors import RecipeError
 
@@ -14,82 +11,52 @@ ColdPolicy = Literal["shrink", "rtn", "all_tokens", "error"]
 
 COLD_POLICIES: Final[dict[ColdPolicy, str]] = {
     "shrink": "every expert leans on the layer's mean, the more the fewer tokens it saw; no threshold",
-    "rtn": "a cold expert is rounded to nearest",
+    "rtn": "all inputs of a cold expert count alike: it is rounded to nearest, on the scales of the method",
     "all_tokens": "a cold expert uses the mean over all tokens of the layer",
     "error": "a cold expert is refused",
 }
 
-StatisticsOf = Literal["shrunk", "own", "layer", "none"]
-"""Whose statistics an expert gets. none: all zero, which every method rounds to nearest."""
 
-
-def decide(policy: ColdPolicy, counts: Sequence[int], min_tokens: int, *, where: str) -> tuple[StatisticsOf, ...]:
-    """The decision for each expert.
+def cold_moment(
+    policy: ColdPolicy, own: np.ndarray, count: int, prior: np.ndarray, *, min_tokens: int, where: str
+) -> np.ndarray | None:
+    """The moment that an expert is rounded by; None: its weights count alike, as in rounding to nearest.
 
     Args:
         policy: see `COLD_POLICIES`.
-        counts: tokens that reached each expert.
+        own: mean of x**2 [channels] or of x x^T [channels, channels] over the expert's tokens.
+        count: those tokens.
+        prior: the same over all tokens of the layer.
         min_tokens: an expert with fewer is cold.
-        where: layer and projection, for the message.
+        where: layer and expert, for the message.
 
     Raises:
         RecipeError: policy 'error' and a cold expert.
     """
     if policy == "shrink":
-        return ("shrunk",) * len(counts)
-    cold = [index for index, count in enumerate(counts) if count < min_tokens]
-    if policy == "error" and cold:
-        shown = ", ".join(f"expert {index}: {counts[index]}" for index in cold[:8])
+        return shrunk(own, count, prior)
+    if count >= min_tokens:
+        return own
+    if policy == "error":
         raise RecipeError(
-            f"{where}: {len(cold)} of {len(counts)} experts saw fewer than {min_tokens} calibration tokens "
-            f"({shown}{', ...' if len(cold) > 8 else ''}); calibrate with more text or use cold_expert = 'shrink'"
+            f"{where} saw {count} calibration tokens, fewer than the {min_tokens} that the recipe asks for; calibrate "
+            "with more text or use cold_expert = 'shrink'"
         )
-    instead: StatisticsOf = "none" if policy == "rtn" else "layer"
-    return tuple(instead if count < min_tokens else "own" for count in counts)
+    return prior if policy == "all_tokens" else None
 
 
-def shrink(
-    own: Float32[Array, "*shape"],
-    own_count: Int32[Array, "*lead"],
-    layer_mean: Float32[Array, "*statistic"],
-    in_size: int,
-) -> Float32[Array, "*shape"]:
-    """`r * own / own_count + (1 - r) * layer_mean` with `r = own_count / (own_count + in_size)`.
+def shrunk(own: np.ndarray, count: int, prior: np.ndarray) -> np.ndarray:
+    """`r * own + (1 - r) * prior` with `r = count / (count + channels)`, float64.
 
-    As if `in_size` tokens of the layer's kind had been seen beside the expert's own, so that it is defined for none.
-
-    Args:
-        own: sum over the expert's tokens of x**2 [*lead, in] or x x^T [*lead, in, in].
-        own_count: number of those tokens.
-        layer_mean: mean of the same over all tokens of the layer's experts, [in] or [in, in].
-        in_size: width of the input.
+    As if as many tokens of the prior's kind as there are channels had been seen beside the own, so that it is defined
+    for none, and the matrix of few tokens has full rank.
     """
-    prior = np.float32(in_size)
-    return (own + prior * _aligned(layer_mean, own)) / (_counts(own_count, own) + prior)
+    share = count / (count + own.shape[-1])
+    return share * own + (1 - share) * prior
 
 
-def statistics(
-    own: Float32[Array, "experts *statistic"],
-    own_count: Int32[Array, " experts"],
-    layer_mean: Float32[Array, "*statistic"],
-    decisions: Sequence[StatisticsOf],
-) -> Float32[Array, "experts *statistic"]:
-    """The mean statistics that each expert is rounded by, after `decide`; arguments as in `shrink`."""
-    count = _counts(own_count, own)
-
-    def decided(kind: StatisticsOf) -> Array:
-        return _counts(jnp.asarray([decision == kind for decision in decisions]), own) > 0
-
-    mean = own / jnp.maximum(count, np.float32(1))
-    mean = jnp.where(decided("shrunk"), shrink(own, own_count, layer_mean, own.shape[-1]), mean)
-    mean = jnp.where(decided("layer"), _aligned(layer_mean, own), mean)
-    return jnp.where(decided("none"), np.float32(0), mean)
-
-
-def _counts(counts: Array, statistic: Array) -> Array:
-    """A number per expert in float32, with as many axes as the statistic."""
-    return counts.astype(jnp.float32).reshape(*counts.shape, *[1] * (statistic.ndim - counts.ndim))
-
-
-def _aligned(mean: Array, statistic: Array) -> Array:
-    return mean.reshape(*[1] * (statistic.ndim - mean.ndim), *mean.shape)
+def alike(own: np.ndarray) -> np.ndarray:
+    """The prior of inputs that no other weight shares: all channels as large as their mean, none with any other."""
+    if own.ndim == 1:
+        return np.full_like(own, own.mean())
+    return np.eye(len(own)) * (np.trace(own) / len(own))

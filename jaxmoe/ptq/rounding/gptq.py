@@ -22,7 +22,7 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 
 from jaxmoe.errors import RecipeError
-from jaxmoe.ptq.rounding.slices import Rounded, one_by_one
+from jaxmoe.ptq.rounding.slices import Rounded, one_by_one, split_groups
 from jaxmoe.ptq.rounding.ssz import check_steps, ssz_slices
 from jaxmoe.quant.int8 import quantize_groups, quantize_slices
 from jaxmoe.quant.scheme import Bits
@@ -35,6 +35,7 @@ _CHANNEL_BLOCK = 128
 _RAISE = 10.0
 
 ScaleRule = Literal["minmax", "ssz"]
+Order = Literal["natural", "activity"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,11 @@ class GptqOptions:
     """Where the factorisation fails, damping is raised by factors of 10 up to this; then the weight is rounded to
     nearest."""
     scale: ScaleRule = "ssz"
-    """Where the scale of a group comes from, when its turn comes and the errors before it have been carried on."""
+    """Where the scale of a group comes from."""
+    order: Order = "activity"
+    """natural: channels one after the other, and a group's scale is made when its turn comes, with the errors before it
+    carried on. activity: channels with the largest inputs first, while all others can still make up for their errors;
+    scales are made of the weights as they were, and stay where the channels are."""
     steps: int = 50
     """Alternations of ssz at most."""
 
@@ -100,10 +105,27 @@ def round_gptq(
 
 def _gptq(weight: jax.Array, hessian: jax.Array, *, group: int, bits: Bits, options: GptqOptions) -> Rounded:
     weight = weight.astype(jnp.float32)
+    if options.order == "activity":
+        # Stable, so that equal channels stay in order; NaN goes last and is dealt with below.
+        order = jnp.argsort(-jnp.diagonal(hessian), stable=True)
+    else:
+        order = jnp.arange(hessian.shape[0], dtype=jnp.int32)
     with jax.named_scope("factor"):
-        feedback, pivots, tries, definite = _factor(hessian, options.dampings)
+        feedback, pivots, tries, definite = _factor(hessian[order][:, order], options.dampings)
     with jax.named_scope("sweep"):
-        q, scale = _sweep(weight, feedback, pivots, group=group, bits=bits, options=options)
+        if options.order == "activity":
+            scale = _static_scales(weight, jnp.diagonal(hessian), group, bits, options)
+            by_channel = jnp.repeat(scale, group, axis=-1)[:, : weight.shape[-1]]
+            width = min(weight.shape[-1], _CHANNEL_BLOCK)
+            q, _ = _sweep(weight[:, order], feedback, pivots, by_channel[:, order], width, bits=bits, options=options)
+            q = jnp.zeros_like(q).at[:, order].set(q)
+        elif group < weight.shape[-1]:
+            q, scale = _sweep(weight, feedback, pivots, None, group, bits=bits, options=options)
+        else:
+            scale = _scales(weight, pivots, bits, options)[:, None]
+            by_channel = jnp.broadcast_to(scale, weight.shape)
+            width = min(weight.shape[-1], _CHANNEL_BLOCK)
+            q, _ = _sweep(weight, feedback, pivots, by_channel, width, bits=bits, options=options)
     plain_q, plain_scale = quantize_groups(weight, group, bits)
     known = jnp.all(jnp.isfinite(hessian))
     q = jnp.where(known, jnp.where(definite, q, plain_q), jnp.int8(0))
@@ -137,19 +159,32 @@ def _sweep(
     weight: Float32[Array, "out in"],
     feedback: Float32[Array, "in in"],
     pivots: Float32[Array, " in"],
+    scales: Float32[Array, "out in"] | None,
+    width: int,
     *,
-    group: int,
     bits: Bits,
     options: GptqOptions,
-) -> tuple[Int8[Array, "out in"], Float32[Array, "out groups"]]:
-    """All channels, block by block. A block is a group, so that its scale is made when its turn comes."""
+) -> tuple[Int8[Array, "out in"], Float32[Array, "out blocks"]]:
+    """All channels, block by block.
+
+    Args:
+        weight: in the order of the sweep.
+        feedback: A.
+        pivots: D.
+        scales: of each weight; None: a block is a group, and its scale is made when its turn comes.
+        width: channels of a block.
+        bits: of the grid.
+        options: of the method.
+
+    Returns:
+        Integers, and a scale for each block (of no use where `scales` are given).
+    """
     out, size = weight.shape
-    one_scale = None if group < size else _scales(weight, pivots, bits, options)
-    width = group if group < size else min(size, _CHANNEL_BLOCK)
     blocks = -(-size // width)
     rest = blocks * width - size
     # Channels first, so that one is a row. Those beyond the end have weight 0 and get nothing from any other.
     channels = jnp.pad(weight.T, ((0, rest), (0, 0)))
+    given = None if scales is None else jnp.pad(scales.T, ((0, rest), (0, 0)), constant_values=1)
     feedback, pivots = jnp.pad(feedback, (0, rest)), jnp.pad(pivots, (0, rest))
     identity = jnp.eye(width, dtype=jnp.float32)
 
@@ -162,39 +197,40 @@ def _sweep(
         within = solve_triangular(corner + identity, identity, unit_diagonal=True)
         carried = jnp.matmul(columns.T, errors, precision=lax.Precision.HIGHEST)
         target = original + jnp.matmul(within.T, carried, precision=lax.Precision.HIGHEST)
-        if one_scale is None:
-            scale = _scales(target.T, lax.dynamic_slice_in_dim(pivots, start, width), bits, options)
+        if given is None:
+            one = _scales(target.T, lax.dynamic_slice_in_dim(pivots, start, width), bits, options)
+            scale = jnp.broadcast_to(one[None, :], target.shape)
         else:
-            scale = one_scale
+            scale = lax.dynamic_slice_in_dim(given, start, width)
         grid = _block(target, within, scale, bits)
         # A group that is not finite hands nothing on.
-        lost = jnp.where(jnp.isfinite(scale)[None, :], original - grid * scale[None, :], np.float32(0))
+        lost = jnp.where(jnp.isfinite(scale), original - grid * scale, np.float32(0))
         errors = lax.dynamic_update_slice_in_dim(errors, lost, start, axis=0)
-        return errors, (grid.astype(jnp.int8), scale)
+        return errors, (grid.astype(jnp.int8), scale[0])
 
     starts = jnp.arange(blocks, dtype=jnp.int32) * width
-    _, (q, scales) = lax.scan(block, jnp.zeros_like(channels), starts)
-    return q.reshape(blocks * width, out)[:size].T, scales.T if one_scale is None else one_scale[:, None]
+    _, (q, made) = lax.scan(block, jnp.zeros_like(channels), starts)
+    return q.reshape(blocks * width, out)[:size].T, made.T
 
 
 def _block(
     target: Float32[Array, "width out"],
     within: Float32[Array, "width width"],
-    scale: Float32[Array, " out"],
+    scales: Float32[Array, "width out"],
     bits: Bits,
 ) -> Float32[Array, "width out"]:
     """Values on the grid of a block's channels, one after the other; zero where the scale is not finite."""
     limit = 2 ** (bits - 1) - 1
-    finite = jnp.isfinite(scale)
 
-    def channel(target: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        index, row = at
+    def channel(target: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        index, row, scale = at
+        finite = jnp.isfinite(scale)
         grid = jnp.where(finite, jnp.clip(jnp.rint(target[index] / scale), -limit, limit), np.float32(0))
-        error = target[index] - grid * scale
+        error = jnp.where(finite, target[index] - grid * scale, np.float32(0))
         return target - row[:, None] * error[None, :], grid
 
     order = jnp.arange(target.shape[0], dtype=jnp.int32)
-    _, grid = lax.scan(channel, target, (order, within))
+    _, grid = lax.scan(channel, target, (order, within, scales))
     return grid
 
 
@@ -205,3 +241,13 @@ def _scales(
     if options.scale == "minmax":
         return quantize_slices(x, bits)[1]
     return ssz_slices(x, pivots[None, :], bits, options.steps)[1]
+
+
+def _static_scales(
+    weight: Float32[Array, "out in"], importance: Float32[Array, " in"], group: int, bits: Bits, options: GptqOptions
+) -> Float32[Array, "out groups"]:
+    """One scale a row and group, of the weights as they are; errors cost what the inputs are."""
+    slices = split_groups(weight, group)
+    if options.scale == "minmax":
+        return quantize_slices(slices, bits)[1]
+    return ssz_slices(slices, split_groups(importance, group)[None], bits, options.steps)[1]
