@@ -119,8 +119,9 @@ def run(options: argparse.Namespace) -> int:
         out.print(f"note: {note}", markup=False)
     if notes and options.strict:
         raise RecipeError(f"--strict: recipe {recipe.name} is not followed to the letter, see the notes above")
-    print_matches(out, job, options.devices.count or 1)
+    print_matches(out, job)
     if options.dry_run:
+        print_memory(out, job, options.devices.count or 1, None)
         print_estimate(out, job, options.devices.count or 1)
         return 0
     result = _quantize(out, job, options, link)
@@ -199,6 +200,7 @@ def _quantize(out: Console, job: "Job", options: argparse.Namespace, link: "Link
             devices = options.devices.choose()
             samples = extended(job, samples, documents, folder=folder, devices=devices)
         out.print("calibration: " + _described(samples))
+    print_memory(out, job, len(options.devices.choose()), samples)
     with progress_bars(out) as progress:
         return quantize(
             job,
@@ -275,11 +277,22 @@ def _described(samples: "Calibration") -> str:
     return text
 
 
-def print_matches(out: Console, job: "Job", workers: int) -> None:
-    """The matched table: every role with its rule, scheme, tensors and bytes; and what it takes."""
+def print_memory(out: Console, job: "Job", workers: int, samples: "Calibration | None") -> None:
+    """What it takes of memory and disk, with these samples or as many as the recipe asks for."""
+    from jaxmoe.planner.ledger import gib
+    from jaxmoe.ptq.memory import memory_of
+
+    tokens, longest = (None, None) if samples is None else (int(samples.lengths.sum()), samples.tokens.shape[1])
+    memory = memory_of(job, workers=workers, tokens=tokens, longest=longest)
+    out.print(f"host memory at most: {gib(memory.host_bytes)} beside the interpreter and compiled programs")
+    if memory.disk_bytes:
+        out.print(f"disk for intermediate results at most: {gib(memory.disk_bytes)}")
+
+
+def print_matches(out: Console, job: "Job") -> None:
+    """The matched table: every role with its rule, scheme, tensors and bytes."""
     from jaxmoe.planner.ledger import gib
     from jaxmoe.ptq.job import matched_table
-    from jaxmoe.ptq.memory import memory_of
 
     table = Table(title=f"recipe {job.recipe.name}, written as {job.output.name}", title_justify="left")
     columns: dict[str, Any] = {"role": "left", "rule": "right", "scheme": "left", "rounding": "left"}
@@ -291,7 +304,3 @@ def print_matches(out: Console, job: "Job", workers: int) -> None:
     table.add_section()
     table.add_row("total", "", "", "", "", gib(job.source_bytes), gib(job.result_bytes))
     out.print(table)
-    memory = memory_of(job, workers=workers)
-    out.print(f"host memory at most: {gib(memory.host_bytes)} beside the interpreter and compiled programs")
-    if memory.disk_bytes:
-        out.print(f"disk for intermediate results at most: {gib(memory.disk_bytes)}")

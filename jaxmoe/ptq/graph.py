@@ -17,6 +17,8 @@ MOST_EXPERT_TASKS = 64
 
 _ROUND_COST = {"nothing": 30, "importance": 1000, "hessian": 1000}
 """Operations an element, roughly: what matters is which task is longer."""
+_LEARNED_PRODUCTS = 110
+"""Products of a weight with a matrix of its inputs, of learned rounding with its defaults; gptq makes one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +200,8 @@ def _rounding_cost(part: Part) -> float:
     needs, shape = needs_of(part.match), cell_shape(part.match.entry)
     cost = float(_ROUND_COST[needs] * _elements(part))
     if needs == "hessian":
-        cost += len(part.cells) * (shape[-1] ** 3 / 3 + 2.0 * shape[0] * shape[1] ** 2)
+        products = _LEARNED_PRODUCTS if part.match.rounding == "learned" else 1
+        cost += len(part.cells) * (shape[-1] ** 3 / 3 + products * 2.0 * shape[0] * shape[1] ** 2)
     return cost
 
 

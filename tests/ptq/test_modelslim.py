@@ -493,7 +493,7 @@ def test_qconfigs(tmp_path: Path, weight: str, act: str, scheme: str, options: o
         (
             one_step("{type: autoround_quant}"),
             UnsupportedError,
-            "step 1: processor autoround_quant is not.*method gptq",
+            "step 1: processor autoround_quant is not.*rounding = 'learned'",
         ),
         (
             one_step("{type: linear_qant}"),

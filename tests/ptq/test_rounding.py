@@ -14,6 +14,7 @@ from jaxmoe.ptq.rounding import METHODS, MethodName, NearestOptions, Options, me
 from jaxmoe.ptq.rounding.clip import ClipOptions
 from jaxmoe.ptq.rounding.cold import COLD_POLICIES, ColdPolicy, alike, cold_moment, shrunk
 from jaxmoe.ptq.rounding.gptq import GptqOptions
+from jaxmoe.ptq.rounding.learned import LearnedOptions
 from jaxmoe.ptq.rounding.ssz import SszOptions
 from jaxmoe.quant.qarray import QArray, quantize_weight, validate_shapes
 from jaxmoe.quant.scheme import parse_scheme
@@ -34,6 +35,7 @@ OPTIONS: dict[MethodName, Options] = {
     "ssz": SszOptions(),
     "clip": ClipOptions(),
     "gptq": GptqOptions(),
+    "learned": LearnedOptions(),
 }
 SEARCHES: list[MethodName] = ["ssz", "clip"]
 LAWS: list[MethodName] = ["ssz", "clip", "gptq"]
@@ -133,7 +135,7 @@ def test_rows_are_independent(name: MethodName) -> None:
     same(run(name, np.concatenate([weight, weight[:, :2]], axis=1), statistic)[0:1], [np.concatenate([q, q[:, :2]], 1)])
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", ["ssz", "clip", pytest.param("gptq", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("group", "bits"), [(32, 4), (WIDE, 8)])
 def test_an_expert_comes_out_alike_in_any_company(name: MethodName, group: int, bits: int) -> None:
     """Of a shape whose scales differ by an ulp when the methods are vmapped over one expert and over several."""
@@ -207,7 +209,7 @@ def test_narrow_floats_are_widened_first(name: MethodName) -> None:
     same(run(name, weight, statistic), run(name, weight.astype(jnp.float32), statistic))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "learned"])  # which has a file of its own
 @pytest.mark.parametrize("text", ["w4a8-g32", "w8a8-channel"])
 def test_the_result_is_a_weight_of_the_scheme(name: MethodName, text: str) -> None:
     scheme, weight = parse_scheme(text), jnp.asarray(heavy(10))

@@ -237,7 +237,7 @@ def test_a_checkpoint_may_be_finished_before_the_context_ends(tmp_path: Path) ->
 
 
 def test_a_header_that_no_reader_accepts_is_not_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxmoe.weights.writer.MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr("jaxmoe.weights.layout.MAX_HEADER_BYTES", 100)
     array = random_array(np.dtype("u1"), (4,))
     with pytest.raises(WeightsError, match=r"header of model-00001-of-00001\.safetensors has 120 bytes for 2 tensors"):
         CheckpointWriter(tmp_path, [spec_of("a", array), spec_of("b", array)])

@@ -166,8 +166,8 @@ _STEPS: Final[dict[str, type]] = {
 _MISSING_STEPS: Final = {
     "adapt_rotation": "a learned rotation does not exist here; use quarot",
     "online_quarot": "rotations while serving do not exist here; use quarot",
-    "autoround_quant": "learned rounding does not exist here; use linear_quant with method gptq",
-    "trainable_linear_quant": "learned rounding does not exist here; use linear_quant with method gptq",
+    "autoround_quant": "it is a rounding method here; use a recipe of ours with rounding = 'learned'",
+    "trainable_linear_quant": "it is a rounding method here; use a recipe of ours with rounding = 'learned'",
     "flatquant": "learned affine maps do not exist here; use quarot and flex_smooth_quant",
     "oasq": "it does not exist here; use flex_smooth_quant",
     "svd_res": "low-rank residuals do not exist here; leave the layers out of linear_quant instead",
