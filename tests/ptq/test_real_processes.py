@@ -44,6 +44,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+PLAIN = ("--recipe", "w8a8-g128")
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -73,16 +74,16 @@ def records(out: Path) -> int:
 def test_one_that_ends_early(start: Start, sent: signal.Signals, code: int, tmp_path: Path) -> None:
     """Killed, or told to stop, in the middle of its tasks; another process takes them up."""
     out = tmp_path / "out"
-    process, until = quantize(start, tiny_folder(GLM), out), time.monotonic() + _PATIENCE_S
+    process, until = quantize(start, tiny_folder(GLM), out, *PLAIN), time.monotonic() + _PATIENCE_S
     while records(out) < 25:
         assert process.poll() is None and time.monotonic() < until, process.communicate()
         time.sleep(0.005)
     process.send_signal(sent)
     end(process, code)
     assert not out.exists() and records(out) >= 25
-    _, err = end(quantize(start, tiny_folder(GLM), out), 2)
+    _, err = end(quantize(start, tiny_folder(GLM), out, *PLAIN), 2)
     assert "give --resume" in err and err.count("\n") == 1
-    text, _ = end(quantize(start, tiny_folder(GLM), out, "--resume"))
+    text, _ = end(quantize(start, tiny_folder(GLM), out, *PLAIN, "--resume"))
     assert re.search(r"\(\d+ done before\)", text), text
     assert without_page(out) == digest(finished(GLM, "w8a8-g128"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -93,7 +94,7 @@ def test_two_write_what_one_writes(start: Start, calibrated: bool, tmp_path: Pat
     text = tmp_path / "text.txt"
     text.write_bytes(b"".join(bytes((document.ids % 96 + 32).tolist()) for document in documents()))
     sizes = ("--calib-samples", 12, "--calib-tokens", 4, 40)
-    options = ("--recipe", "w8a8-g128-smooth", "--calib", text, *sizes) if calibrated else ()
+    options = ("--recipe", "w8a8-g128-smooth", "--calib", text, *sizes) if calibrated else PLAIN
     address = free_address()
     pair = ("--coordinator", address.removeprefix("tcp://"), "--processes", 2, "--process-id")
     one, two = tmp_path / "one" / "out", tmp_path / "two" / "out"
@@ -115,7 +116,7 @@ def test_another_recipe_in_the_other_process(start: Start, tmp_path: Path) -> No
     pair = ("--coordinator", free_address(), "--processes", 2, "--process-id")
     out = tmp_path / "out"
     helper = quantize(start, tiny_folder(GLM), out, "--recipe", "w8a8-g64", *pair, 1)
-    server = quantize(start, tiny_folder(GLM), out, *pair, 0)
+    server = quantize(start, tiny_folder(GLM), out, *PLAIN, *pair, 0)
     _, err = end(helper, 2)
     assert "semantic mismatch" in err and "start all processes with the same model, recipe, data" in err
     assert server.poll() is None, "the one with the queue goes on"
@@ -143,6 +144,6 @@ def test_the_one_with_the_queue_dies(start: Start, tmp_path: Path) -> None:
     assert helper.returncode == 1 and not out.exists()
     done = records(out)
     assert done > 0
-    text, _ = end(quantize(start, tiny_folder(GLM), out, "--resume"))
+    text, _ = end(quantize(start, tiny_folder(GLM), out, *PLAIN, "--resume"))
     assert f"({done} done before)" in text
     assert without_page(out) == digest(finished(GLM, "w8a8-g128"))
