@@ -301,6 +301,7 @@ def test_one_token_through_the_whole_run(tmp_path: Path) -> None:
         assert np.isfinite(run_logits(tmp_path / policy, tiny.token_ids())).all()
 
 
+@pytest.mark.slow
 def test_the_width_of_padding_does_not_matter() -> None:
     """A few tokens in programs for 40 and for 104: the same routing, treatments, and moments up to rounding."""
     near = walked(GLM)
@@ -321,6 +322,7 @@ def test_the_width_of_padding_does_not_matter() -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCES["same_logits"].value)
 
 
+@pytest.mark.slow
 def test_what_stands_in_the_padding_does_not_matter(tmp_path: Path) -> None:
     plain = some_samples()
     dirty = replace(plain, tokens=np.where(plain.tokens < 0, np.int32(7), plain.tokens))

@@ -388,6 +388,7 @@ def counted(job: Job, data: Calibration, folder: Path) -> np.ndarray:
     return tokens_per_expert(job, data, folder=folder, devices=jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_routing_is_counted_as_a_full_run_counts_it(tmp_path: Path) -> None:
     folder = tmp_path / "routing"
     found = counted(sampling_job(), windows(), folder)
@@ -396,6 +397,7 @@ def test_routing_is_counted_as_a_full_run_counts_it(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_samples_are_added_until_every_expert_has_its_tokens(tmp_path: Path) -> None:
     folder, devices, first = tmp_path / "routing", jax.devices()[:1], windows(4)
     start = int(counted(sampling_job(FAIR), first, folder).min())
@@ -413,6 +415,7 @@ def test_samples_are_added_until_every_expert_has_its_tokens(tmp_path: Path) -> 
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_samples_end_with_the_data(tmp_path: Path) -> None:
     """All of it is used once, nothing twice, and it is said that it was not enough."""
     job, folder = sampling_job(expert_tokens=100_000), tmp_path / "routing"

@@ -230,6 +230,7 @@ def test_no_single_step_mends_anything_after_many_rounds() -> None:
             assert (row_costs(weight, q, moved, GROUP, hessian) >= slack * least).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["nearest", "ssz"])
 def test_few_steps_are_few_changes(start: Start) -> None:
     """No integer goes further from its weight than half a step and what the offset can have moved."""
@@ -356,6 +357,7 @@ def test_narrow_floats_are_widened_first() -> None:
     same(learned(weight, hessian), learned(weight.astype(jnp.float32), hessian))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["w4a8-g32", "w8a8-channel"])
 def test_the_result_is_a_weight_of_the_scheme(text: str) -> None:
     scheme, weight, hessian = parse_scheme(text), normal(15, (2, OUT, 64)), np.stack([hessian_of(15, size=64)] * 2)
