@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from jaxmoe.commands.calibration import add_calibration_arguments, calibration_samples
 from jaxmoe.commands.common import (
     DeviceChoice,
     bar,
@@ -42,15 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--metric", default="kurtosis", help="ranking that is printed (default: kurtosis)")
     parser.add_argument("--top-k", type=int, default=15, metavar="K", help="rows that are printed (default: 15)")
-    parser.add_argument(
-        "--calib",
-        type=Path,
-        action="append",
-        metavar="FILE",
-        help="data: .json, .jsonl or text (default: the bundled text)",
-    )
-    parser.add_argument("--calib-samples", type=int, metavar="N", help="samples")
-    parser.add_argument("--calib-tokens", type=int, nargs=2, metavar=("MIN", "MAX"), help="lengths of samples")
+    add_calibration_arguments(parser, "that is looked at")
     parser.add_argument(
         "--devices",
         type=parse_devices,
@@ -64,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Analyses, prints the ranking, writes the folder."""
     start_jax(options)
-    from jaxmoe.commands.quantize import calibration_samples
     from jaxmoe.ptq.quantize import check_output
     from jaxmoe.ptq.sensitivity.analyze import DEFAULT_SCHEMES, analyze, check_schemes, float_job
     from jaxmoe.ptq.sensitivity.plots import analysis_charts

@@ -1,6 +1,7 @@
 """jaxmoe quantize MODEL OUT [--recipe NAME|FILE | --quant-type TYPE] [--devices N|all|LIST] [--resume] [--dry-run]."""
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from jaxmoe.assets import asset
+from jaxmoe.commands.calibration import add_calibration_arguments, described, samples_of
 from jaxmoe.commands.common import (
     DeviceChoice,
     checkpoint_folder,
@@ -23,16 +24,14 @@ from jaxmoe.errors import ConfigError, RecipeError
 if TYPE_CHECKING:
     from jaxmoe.models.manifest import Manifest
     from jaxmoe.ptq.calib import Calibration
-    from jaxmoe.ptq.calib_documents import TokenizedDocument
     from jaxmoe.ptq.job import Job
     from jaxmoe.ptq.quantize import Result
     from jaxmoe.ptq.recipe import Recipe
     from jaxmoe.ptq.tasks.link import Link
 
 
-BUNDLED = {"samples": 96, "min_tokens": 128, "max_tokens": 512}
-"""Sampling of the bundled calibration text, which is far smaller than what recipes ask for."""
 DEFAULT_RECIPE = "w8a8-g128-smooth"
+_ANY_SIZE = 1 << 62
 _JOIN_S = 600.0
 """Process 0 may read calibration data for minutes before it answers."""
 FORMATS = ("jaxmoe", "compressed-tensors", "ascendv1")
@@ -51,18 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--quant-type", metavar="TYPE", help="w8a8, w4a8c8, ...: the recipe that fits the model's family")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, write nothing")
-    parser.add_argument("--strict", action="store_true", help="refuse what would only be reported, such as notes")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse what would only be reported: notes, and weights on which their rounding method gives up",
+    )
     parser.add_argument("--resume", action="store_true", help="take up what a killed run left")
     add_target_arguments(parser)
-    parser.add_argument(
-        "--calib",
-        type=Path,
-        action="append",
-        metavar="FILE",
-        help="calibration data of a calibrated recipe: .json, .jsonl or text (default: the bundled text)",
-    )
-    parser.add_argument("--calib-samples", type=int, metavar="N", help="samples (default: as the recipe says)")
-    parser.add_argument("--calib-tokens", type=int, nargs=2, metavar=("MIN", "MAX"), help="lengths of samples")
+    add_calibration_arguments(parser, "of a calibrated recipe")
     parser.add_argument(
         "--devices",
         type=parse_devices,
@@ -108,9 +103,11 @@ def run(options: argparse.Namespace) -> int:
     out = console()
     link = link_of(options)
     files = open_described(options.model) if options.dry_run else open_model(checkpoint_folder(options.model))
-    recipe, wanted, notes = chosen_recipe(options, files.manifest)
-    output = output_format(options.format or wanted or TARGETS[options.target])
+    chosen = chosen_recipe(options, files.manifest)
+    recipe = chosen.recipe
+    output = output_format(options.format or chosen.output or TARGETS[options.target])
     job = make_job(files, recipe, output)
+    notes = (*chosen.notes, *job.notes)
     check_target(options.target, parse_degrees(options.tp), job.matches, files.manifest, output)
     check_output(options.out)
     if recipe.calibration is None and options.calib:
@@ -120,14 +117,22 @@ def run(options: argparse.Namespace) -> int:
     if notes and options.strict:
         raise RecipeError(f"--strict: recipe {recipe.name} is not followed to the letter, see the notes above")
     print_matches(out, job)
+    for measured in recipe.evidence:
+        out.print(f"measured with this recipe: {measured.line()}", markup=False)
     if options.dry_run:
         print_memory(out, job, options.devices.count or 1, None)
         print_estimate(out, job, options.devices.count or 1)
         return 0
-    result = _quantize(out, job, options, link)
+    result = _quantize(out, job, options, link, chosen.max_shard_bytes)
     out.print(result.summary.text(), markup=False)
     if result.coverage is not None:
         out.print(result.coverage.text(), markup=False)
+    if result.to_nearest:
+        out.print(
+            f"{len(result.to_nearest)} weights were rounded to nearest, since their rounding method gave up on the "
+            f"products of their inputs (more samples help): {', '.join(result.to_nearest[:3])} ...",
+            markup=False,
+        )
     if link is None or link.serve:
         page = write_report_page(options.out)
         sizes = f"{gib(job.source_bytes)} -> {gib(job.result_bytes)}"
@@ -135,8 +140,20 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def chosen_recipe(options: argparse.Namespace, manifest: "Manifest") -> "tuple[Recipe, str | None, tuple[str, ...]]":
-    """The recipe, the output format that it asks for, and what of it is not followed to the letter.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A recipe, and what its file says besides."""
+
+    recipe: "Recipe"
+    output: str | None = None
+    """The output format that it asks for."""
+    max_shard_bytes: int = 4 << 30
+    notes: tuple[str, ...] = ()
+    """What of the file is not followed to the letter."""
+
+
+def chosen_recipe(options: argparse.Namespace, manifest: "Manifest") -> Chosen:
+    """What the options ask for.
 
     Raises:
         RecipeError, ConfigError, UnsupportedError: it does not exist, or cannot be done.
@@ -146,12 +163,14 @@ def chosen_recipe(options: argparse.Namespace, manifest: "Manifest") -> "tuple[R
     from jaxmoe.ptq.recipes.modelslim import read_modelslim
 
     if options.quant_type is not None:
-        return recipe_for(options.quant_type, manifest.config.family), None, ()
+        return Chosen(recipe=recipe_for(options.quant_type, manifest.config.family))
     name = options.recipe or DEFAULT_RECIPE
     if name.endswith((".yaml", ".yml")):
         read = read_modelslim(Path(name), manifest)
-        return read.recipe, read.output, read.notes
-    return load_recipe(name), None, ()
+        # Of the file's own: 0 is one file of any size.
+        sizes = {} if read.shard_gib is None else {"max_shard_bytes": (read.shard_gib << 30) or _ANY_SIZE}
+        return Chosen(recipe=read.recipe, output=read.output, notes=read.notes, **sizes)
+    return Chosen(recipe=load_recipe(name))
 
 
 def parse_degrees(text: str) -> list[int]:
@@ -188,28 +207,28 @@ def link_of(options: argparse.Namespace) -> "Link | None":
     return Link(address=address, serve=options.process_id == 0, processes=options.processes, join_s=_JOIN_S)
 
 
-def _quantize(out: Console, job: "Job", options: argparse.Namespace, link: "Link | None") -> "Result":
-    from jaxmoe.ptq.extend import extended
+def _quantize(
+    out: Console, job: "Job", options: argparse.Namespace, link: "Link | None", max_shard_bytes: int
+) -> "Result":
     from jaxmoe.ptq.quantize import quantize
 
-    samples = None
-    if job.recipe.calibration is not None:
-        documents, samples = calibration_samples(job, options)
-        if job.recipe.calibration.extend:
-            folder = options.out.with_name(f"{options.out.name}.routing{options.process_id or ''}")
-            devices = options.devices.choose()
-            samples = extended(job, samples, documents, folder=folder, devices=devices)
-        out.print("calibration: " + _described(samples))
-    print_memory(out, job, len(options.devices.choose()), samples)
+    devices = options.devices.choose()
+    scratch = options.out.with_name(f"{options.out.name}.routing{options.process_id or ''}")
+    samples = samples_of(job, options, scratch, devices)
+    if samples is not None:
+        out.print("calibration: " + described(samples))
+    print_memory(out, job, len(devices), samples)
     with progress_bars(out) as progress:
         return quantize(
             job,
             options.out,
             calibration=samples,
-            devices=options.devices.choose(),
+            devices=devices,
             resume=options.resume,
             progress=_Moved(progress, f"quantise to {job.recipe.name}"),
             link=link,
+            strict=options.strict,
+            max_shard_bytes=max_shard_bytes,
         )
 
 
@@ -239,42 +258,6 @@ def print_estimate(out: Console, job: "Job", workers: int) -> None:
         "and writing",
         markup=False,
     )
-
-
-def calibration_samples(job: "Job", options: argparse.Namespace) -> "tuple[tuple[TokenizedDocument, ...], Calibration]":
-    """The documents, and the samples that the options ask for.
-
-    Raises:
-        ConfigError: the data is wrong or too small, or the tokenizer has no end token.
-    """
-    from jaxmoe.engine.tokenizer import Tokenizer
-    from jaxmoe.ptq.calib import sample_windows
-    from jaxmoe.ptq.calib_documents import read_documents, tokenize_documents
-
-    recipe = job.recipe.calibration
-    assert recipe is not None
-    files = options.calib or sorted(asset("configs", "text", "calib").glob("*.txt"))
-    numbers = {"samples": recipe.samples, "min_tokens": recipe.min_tokens, "max_tokens": recipe.max_tokens}
-    if not options.calib:
-        numbers = BUNDLED
-    if options.calib_samples is not None:
-        numbers = {**numbers, "samples": options.calib_samples}
-    if options.calib_tokens is not None:
-        numbers = {**numbers, "min_tokens": options.calib_tokens[0], "max_tokens": options.calib_tokens[1]}
-    tokenizer = Tokenizer(job.files.folder, job.files.manifest.config.vocab)
-    if not tokenizer.eos_ids:
-        raise ConfigError(f"{job.files.folder}: no end-of-text token, which separates documents in a sample")
-    documents = [document for path in files for document in read_documents(path)]
-    tokenized = tokenize_documents(documents, tokenizer)
-    return tokenized, sample_windows(tokenized, separator=min(tokenizer.eos_ids), **numbers)
-
-
-def _described(samples: "Calibration") -> str:
-    report = samples.report
-    text = f"{report.samples} samples, {report.tokens:,} tokens of {len(report.domains)} domains"
-    if report.repeats:
-        text += f"; the data is too small: {report.repeats} samples repeat {report.repeated_tokens:,} tokens"
-    return text
 
 
 def print_memory(out: Console, job: "Job", workers: int, samples: "Calibration | None") -> None:

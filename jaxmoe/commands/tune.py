@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from jaxmoe.commands.calibration import add_calibration_arguments, samples_of
 from jaxmoe.commands.common import add_mesh_arguments, bar, checkpoint_folder, console, progress_bars, start_jax
 from jaxmoe.errors import ConfigError
 
@@ -40,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", type=int, default=8, help="windows of text")
     parser.add_argument("--window-tokens", type=int, default=2176, help="tokens of a window")
     parser.add_argument("--chunk", type=int, default=128, help="tokens of one step and window")
-    parser.add_argument("--calib", type=Path, action="append", metavar="FILE", help="data of calibrated recipes")
-    parser.add_argument("--calib-samples", type=int, metavar="N", help="samples")
-    parser.add_argument("--calib-tokens", type=int, nargs=2, metavar=("MIN", "MAX"), help="lengths of samples")
+    add_calibration_arguments(parser, "of calibrated recipes")
     add_mesh_arguments(parser)
 
 
@@ -141,9 +140,9 @@ def _known(history: Mapping[str, Any], key: str) -> "EvalResult | None":
 
 
 def _samples(job: "Job", options: argparse.Namespace) -> "Calibration | None":
-    from jaxmoe.commands.quantize import calibration_samples
+    import jax
 
-    return None if job.recipe.calibration is None else calibration_samples(job, options)[1]
+    return samples_of(job, options, options.out / f"{job.recipe.name}.routing", jax.devices()[: options.devices])
 
 
 def _quantize(

@@ -100,6 +100,8 @@ class Job:
     matches: tuple[Match, ...]
     output: OutputFormat
     """How the result is written."""
+    notes: tuple[str, ...]
+    """What is not done as the recipe says, one sentence each."""
     _parts: list[tuple[Part, ...]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -164,7 +166,8 @@ def make_job(files: ModelFiles, recipe: Recipe, output: OutputFormat = NATIVE) -
         )
     rotated = None if recipe.rotation is None else rotate_files(files, recipe.rotation)
     files = files if rotated is None else rotated.files
-    matches = tuple(_without_data(match) for match in match_recipe(recipe, files.manifest))
+    asked = match_recipe(recipe, files.manifest)
+    matches = tuple(_without_data(match) for match in asked)
     _check_needs(recipe, matches)
     output.check(matches, files.manifest)
     return Job(
@@ -174,6 +177,12 @@ def make_job(files: ModelFiles, recipe: Recipe, output: OutputFormat = NATIVE) -
         recipe=recipe,
         matches=matches,
         output=output,
+        notes=tuple(
+            f"{match.entry.own}: multi-token-prediction blocks are not run on samples, so that it is rounded by ssz "
+            f"instead of {match.rounding}"
+            for match, done in zip(asked, matches, strict=True)
+            if match is not done
+        ),
     )
 
 

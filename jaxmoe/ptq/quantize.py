@@ -31,7 +31,7 @@ from jaxmoe.ptq.tasks.run import Summary, run_tasks
 from jaxmoe.ptq.tasks.task import Task
 from jaxmoe.ptq.work import WorkFolder
 from jaxmoe.weights.foreign import SIDE_FILES
-from jaxmoe.weights.layout import plan_shards, sync, write_text_atomic
+from jaxmoe.weights.layout import MAX_SHARD_BYTES, plan_shards, sync, write_text_atomic
 from jaxmoe.weights.shards import ShardFiles
 
 Progress = Callable[[float, float, str], None]
@@ -47,6 +47,8 @@ class Result:
     """Tasks that an earlier run had finished."""
     coverage: Coverage | None
     """How well the samples reached the experts; None: a recipe without calibration."""
+    to_nearest: tuple[str, ...]
+    """Tensors on which their rounding method gave up."""
 
 
 def quantize(
@@ -58,6 +60,8 @@ def quantize(
     resume: bool = False,
     progress: Progress | None = None,
     link: Link | None = None,
+    strict: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Result:
     """Writes the quantised checkpoint folder.
 
@@ -70,6 +74,8 @@ def quantize(
         progress: called after each task.
         link: where the other processes of this run are; all see the same folders, and the one that serves makes and
             finishes the result.
+        strict: end the run where a rounding method gives up on a tensor, instead of rounding it to nearest.
+        max_shard_bytes: most bytes of tensors in a file of the result.
 
     Raises:
         ConfigError: `out` exists and is not an empty folder, or there is an unfinished run that does not match.
@@ -83,7 +89,9 @@ def quantize(
         )
     folder = partial_folder(out)
     specs = output_specs(job)
-    plans = plan_shards(specs, metadata={"format": "pt"}, file_name=job.output.shard_name)
+    plans = plan_shards(
+        specs, max_shard_bytes=max_shard_bytes, metadata={"format": "pt"}, file_name=job.output.shard_name
+    )
     shards = ShardFiles(folder / "result", specs, plans, job.output.index_name)
     marks = fingerprint(job, shards, calibration)
     serves = link is None or link.serve
@@ -103,6 +111,9 @@ def quantize(
 
     def execute(task: Task, device: Any) -> None:
         record = actions[task.name].run(context, device)
+        given_up = _given_up([record])
+        if strict and given_up:
+            raise RecipeError(f"{given_up[0]}: the products of its inputs are not positive definite; use more samples")
         # Under a name of its own first: another process may have been given the same task.
         own = files[task.name].with_suffix(f".{uuid.uuid4().hex[:8]}")
         write_text_atomic(own, json.dumps({"task": task.name, **record}) + "\n")
@@ -120,10 +131,16 @@ def quantize(
         shared_cores=all(device.platform == "cpu" for device in workers),
     )
     if not serves:
-        return Result(summary=summary, resumed=0, coverage=None)
-    coverage = _finish(job, folder / "result", shards, [read_json(files[p.task.name]) for p in graph], calibration)
+        return Result(summary=summary, resumed=0, coverage=None, to_nearest=())
+    ended = [read_json(files[planned.task.name]) for planned in graph]
+    coverage = _finish(job, folder / "result", shards, ended, calibration)
     _give_name(folder, out)
-    return Result(summary=summary, resumed=len(done), coverage=coverage)
+    return Result(summary=summary, resumed=len(done), coverage=coverage, to_nearest=_given_up(ended))
+
+
+def _given_up(records: Sequence[Record]) -> tuple[str, ...]:
+    """Tensors on which their rounding method gave up."""
+    return tuple(tensor.name for tensor in tensor_reports(records) if tensor.to_nearest)
 
 
 def partial_folder(out: Path) -> Path:

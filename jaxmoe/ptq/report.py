@@ -29,10 +29,22 @@ class TensorReport:
     """10 log10(sum w^2 / sum error^2); None when there is no error or no signal."""
     zero_groups: int
     """Groups whose weights are all zero on the grid."""
+    to_nearest: bool
+    """Whether its method gave up, since no damping made the products of its inputs positive definite, and rounded to
+    nearest."""
 
     @classmethod
     def checked(
-        cls, *, name: str, source: str, role: str, scheme: Scheme, signal: float, noise: float, zero_groups: int
+        cls,
+        *,
+        name: str,
+        source: str,
+        role: str,
+        scheme: Scheme,
+        signal: float,
+        noise: float,
+        zero_groups: int,
+        to_nearest: bool,
     ) -> "TensorReport":
         """From sums of squares.
 
@@ -44,6 +56,7 @@ class TensorReport:
             signal: sum of squares of the weights.
             noise: sum of squares of their errors.
             zero_groups: groups that are all zero on the grid.
+            to_nearest: whether its method gave up.
 
         Raises:
             WeightsError: the source tensor holds a NaN or an infinity.
@@ -51,7 +64,9 @@ class TensorReport:
         if not (math.isfinite(signal) and math.isfinite(noise)):
             raise WeightsError(f"{source}: the source holds NaN or infinite values; it cannot be quantised")
         sqnr = 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
-        return cls(name=name, role=role, scheme=scheme.name, sqnr_db=sqnr, zero_groups=zero_groups)
+        return cls(
+            name=name, role=role, scheme=scheme.name, sqnr_db=sqnr, zero_groups=zero_groups, to_nearest=to_nearest
+        )
 
 
 def build_report(

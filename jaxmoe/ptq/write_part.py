@@ -13,6 +13,7 @@ from jaxmoe.errors import WeightsError
 from jaxmoe.ptq.job import CHUNK_ELEMENTS, FLOAT32, Job, Part
 from jaxmoe.ptq.report import TensorReport
 from jaxmoe.ptq.rounding import Options, round_weight
+from jaxmoe.ptq.rounding.gptq import NEAREST
 from jaxmoe.ptq.smooth import Treatment, scale_weight
 from jaxmoe.quant.scheme import Scheme
 from jaxmoe.weights.cells import Cell, cell_shape
@@ -97,7 +98,7 @@ def round_cells(
     assert scheme is not None, part.name
     placed = jax.device_put((weights, moment), device)
     rounded = _round(*placed, scheme, part.match.options)
-    values, scales, signal, noise, zero_groups = map(np.asarray, rounded)
+    values, scales, signal, noise, zero_groups, status = map(np.asarray, rounded)
     for index, (hub, own) in enumerate(cells):
         yield TensorReport.checked(
             name=own.label,
@@ -107,6 +108,7 @@ def round_cells(
             signal=float(signal[index]),
             noise=float(noise[index]),
             zero_groups=int(zero_groups[index]),
+            to_nearest=int(status[index]) == NEAREST,
         )
         for name, array in job.output.tensors(own.tensor, values[index], scales[index], scheme).items():
             if own.row is None:
@@ -117,9 +119,9 @@ def round_cells(
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _round(weights: jax.Array, moment: jax.Array | None, scheme: Scheme, options: Options) -> tuple[jax.Array, ...]:
-    """[count, out, in] -> integers, scales, and per tensor: sum of squares, of errors, number of all-zero groups."""
+    """[count, out, in] -> integers, scales, and per tensor: sums of squares and of errors, all-zero groups, status."""
     weights = weights.astype(jnp.float32)
-    array, _ = round_weight(weights, moment, scheme, options)
+    array, status = round_weight(weights, moment, scheme, options)
     error = array.dequantize() - weights
     size, group = weights.shape[-1], array.group
     pad = [(0, 0)] * (weights.ndim - 1) + [(0, -size % group)]
@@ -132,6 +134,7 @@ def _round(weights: jax.Array, moment: jax.Array | None, scheme: Scheme, options
         jnp.sum(jnp.square(weights), axis=(1, 2)),
         jnp.sum(jnp.square(error), axis=(1, 2)),
         zero_groups,
+        status,
     )
 
 

@@ -1,6 +1,5 @@
 """Recipes: what is shipped loads and fits, and what does not fit is refused by rule and tensor."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -9,10 +8,8 @@ import pytest
 
 from jaxmoe.assets import asset
 from jaxmoe.errors import ConfigError, RecipeError
-from jaxmoe.models.manifest import Entry
 from jaxmoe.nn.param import Role
 from jaxmoe.ptq.recipe import CalibrationRecipe, Recipe, Rule, load_recipe, match_recipe, schemes_of_matches
-from jaxmoe.ptq.recipes.table import explain
 from jaxmoe.ptq.rounding import METHODS, NearestOptions
 from jaxmoe.ptq.rounding.clip import ClipOptions
 from jaxmoe.ptq.rounding.gptq import GptqOptions
@@ -336,44 +333,3 @@ def test_what_all_patterns_leave_out_is_an_error() -> None:
     only = replace(GOOD, rule=(GOOD.rule[0], replace(GOOD.rule[1], names=("*experts*", "*self_attn*"))))
     with pytest.raises(RecipeError, match="all rules that list role 'ffn.down' leave out tensor model.layers.0.mlp"):
         match_recipe(only, GLM)
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_explain_adds_up(name: str) -> None:
-    recipe = load_recipe(name)
-    matches = match_recipe(recipe, GLM)
-    rows = explain(recipe, GLM)
-    assert [row.rule for row in rows] == list(range(len(recipe.rule)))
-    assert sum(row.tensors for row in rows) == len({name for e in GLM.entries for _, name in e.tensors()})
-    floats = sum(entry.float32 * entry.size for entry in map(_Sized, GLM.entries))
-    assert sum(row.source_bytes for row in rows) == 2 * GLM.num_parameters + 2 * floats
-    stored = [m.scheme.stored_bytes(m.entry.shape) for m in matches if m.scheme is not None]
-    kept = rows[0]
-    assert (kept.scheme, kept.rounding, kept.source_bytes) == ("float", None, kept.result_bytes)
-    assert sum(row.result_bytes for row in rows[1:]) == sum(stored)
-    for row in rows:
-        assert set(row.roles) == {match.entry.role for match in matches if match.rule == row.rule}
-        assert row.example.startswith("model.")
-
-
-class _Sized:
-    """An entry's elements."""
-
-    def __init__(self, entry: Entry):
-        self.float32, self.size = entry.float32, math.prod(entry.shape)
-
-
-def test_explain_by_hand() -> None:
-    """olmoe's experts: 8 of [32, 64] in each layer, gate and up; W8 in groups of 64 has a scale a row."""
-    olmoe = tiny.manifest_of(tiny.CONFIGS["olmoe"])
-    layers, experts, out, size = olmoe["moe.ffn.gate"].shape
-    row = explain(with_rule(roles=("experts.gate",), names=("*gate_proj",)), olmoe, element_bytes=4)[0]
-    assert (row.tensors, row.names, row.scheme, row.rounding) == (
-        layers * experts,
-        ("*gate_proj",),
-        "w8a16-g64",
-        "nearest",
-    )
-    assert row.example == "model.layers.0.mlp.experts.0.gate_proj.weight"
-    elements = layers * experts * out * size
-    assert (size, row.source_bytes, row.result_bytes) == (64, 4 * elements, elements + 4 * layers * experts * out)

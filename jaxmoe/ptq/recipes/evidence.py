@@ -34,6 +34,15 @@ class Evidence:
     jaxmoe: str
     """Version that measured it."""
 
+    def line(self) -> str:
+        """For people."""
+        parts = [f"perplexity {100 * self.perplexity_increase:+.2f} % on {self.tokens:,} tokens of {self.text}"]
+        if self.kl is not None:
+            parts.append(f"KL {self.kl:.3f}")
+        if self.router_agreement is not None:
+            parts.append(f"router agreement {100 * self.router_agreement:.1f} %")
+        return f"{self.model}: {', '.join(parts)}; {self.date}, jaxmoe {self.jaxmoe}"
+
     def __post_init__(self) -> None:
         """Checks the invariants.
 
