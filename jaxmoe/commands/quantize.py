@@ -128,9 +128,10 @@ def run(options: argparse.Namespace) -> int:
     if result.coverage is not None:
         out.print(result.coverage.text(), markup=False)
     if result.to_nearest:
+        more = ", ..." if len(result.to_nearest) > 3 else ""
         out.print(
             f"{len(result.to_nearest)} weights were rounded to nearest, since their rounding method gave up on the "
-            f"products of their inputs (more samples help): {', '.join(result.to_nearest[:3])} ...",
+            f"products of their inputs (more samples help): {', '.join(result.to_nearest[:3])}{more}",
             markup=False,
         )
     if link is None or link.serve:

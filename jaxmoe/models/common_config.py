@@ -132,6 +132,16 @@ def read_sigmoid_router(
     )
 
 
+def softmax_router(reader: ConfigReader) -> RouterConfig:
+    """The router of Qwen3 and OLMoE: softmax scores over `num_experts`; `norm_topk_prob` must be in the file."""
+    return RouterConfig(
+        experts=reader.positive(reader.spelling("num_experts", "num_local_experts")),
+        top_k=reader.positive("num_experts_per_tok"),
+        score="softmax",
+        renormalize=reader.take("norm_topk_prob", bool),
+    )
+
+
 def read_moe(reader: ConfigReader, router: RouterConfig, *, limit: float | None = None) -> MoEConfig:
     """Experts of width `moe_intermediate_size` and a shared one as wide as `n_shared_experts` of them."""
     width = reader.positive("moe_intermediate_size")

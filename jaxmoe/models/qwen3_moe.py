@@ -1,10 +1,10 @@
 """qwen3_moe: Qwen3-30B-A3B, 235B-A22B, Coder. Source: transformers models/qwen3_moe (5.24.0)."""
 
 from jaxmoe.models.attention_config import read_attention
-from jaxmoe.models.common_config import expect_plain, read_decoder
+from jaxmoe.models.common_config import expect_plain, read_decoder, softmax_router
 from jaxmoe.models.family import ConfigReader, Family
 from jaxmoe.models.names import GROUPED_QUERY, ROUTER, experts, family_rules
-from jaxmoe.nn.config import DecoderConfig, MoEConfig, RouterConfig
+from jaxmoe.nn.config import DecoderConfig, MoEConfig
 
 
 def _read_config(reader: ConfigReader) -> DecoderConfig:
@@ -18,12 +18,7 @@ def _read_config(reader: ConfigReader) -> DecoderConfig:
     reader.expect("use_qk_norm", True)
     reader.expect("shared_expert_intermediate_size", 0)
     bias = reader.take("attention_bias", bool, False)
-    router = RouterConfig(
-        experts=reader.positive(reader.spelling("num_experts", "num_local_experts")),
-        top_k=reader.positive("num_experts_per_tok"),
-        score="softmax",
-        renormalize=reader.take("norm_topk_prob", bool),
-    )
+    router = softmax_router(reader)
     return read_decoder(
         reader,
         family="qwen3_moe",

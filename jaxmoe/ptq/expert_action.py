@@ -1,6 +1,7 @@
 """The task of some routed experts of a layer: each is read once, run, smoothed, rounded and written."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -34,6 +35,8 @@ class RunExperts(Action):
     """The layer's expert parameters, these experts only."""
     writes: bool = True
     """Whether they are rounded and written, or only run."""
+    keeps: bool = True
+    """Whether what they make of their tokens is kept for the next layer."""
 
     def run(self, context: Context, device: Any) -> Record:
         """See the module."""
@@ -52,14 +55,15 @@ class RunExperts(Action):
         activation = Activation(kind=moe.activation, limit=moe.limit)
         rows = RoutedRows(context, plan, self.layer, expert)
         shape = (len(rows), context.job.files.manifest.config.embed)
-        with context.work.filling(expert_key(self.layer, expert), {"out": (FLOAT32, shape)}) as places:
+        key, arrays = expert_key(self.layer, expert), {"out": (FLOAT32, shape)}
+        with context.work.filling(key, arrays) if self.keeps else nullcontext() as places:
             seen = run_expert(
                 weights,
                 rows,
                 activation=activation,
                 grams=_grams(parts) if self.writes else frozenset(),
                 device=device,
-                out=places["out"],
+                out=None if places is None else places["out"],
             )
         if not seen.finite:
             raise WeightsError(

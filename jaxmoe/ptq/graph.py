@@ -98,6 +98,8 @@ class _Graph:
         routed = [part for part in parts if is_routed(part.match.entry)]
         alone = [part for part in parts if not is_routed(part.match.entry)]
         experts, shards = len(routed[0].cells) if routed else 0, context.used_shards
+        # Nobody is there to read what the last layer's experts make of their tokens.
+        runs_experts = self.writes or not last
         attention_cost = 2.0 * sum(math.prod(cell_shape(part.match.entry)) for part in alone)
         for shard in shards:
             yield self.task(
@@ -131,15 +133,15 @@ class _Graph:
         )
         for part in alone if self.writes else ():
             yield self.write(part, planned=layer, stage=layer)
-        for first, stop in bounds:
+        for first, stop in bounds if runs_experts else ():
             some = tuple(_some(part, first, stop) for part in routed)
             tokens = sum(sum(context.lengths_of(shard)) for shard in shards)
             rate = tokens * job.files.manifest.config.moe.router.top_k / experts
             yield self.task(
                 f"{name} experts {first}-{stop - 1}",
-                RunExperts(layer=layer, first=first, stop=stop, parts=some, writes=self.writes),
+                RunExperts(layer=layer, first=first, stop=stop, parts=some, writes=self.writes, keeps=not last),
                 reads={plan_key(layer)},
-                writes={expert_key(layer, expert) for expert in range(first, stop)},
+                writes=set() if last else {expert_key(layer, expert) for expert in range(first, stop)},
                 cost=sum(_elements(part) * 2.0 * rate + _rounding_cost(part) for part in some),
                 stage=layer,
             )
@@ -155,7 +157,8 @@ class _Graph:
                 )
         after = {sample_key(layer + 1, shard) for shard in shards} if not (last and experts) else set()
         readers = {f"done {name} {_label(part)}" for part in alone if self.writes}
-        readers |= {f"done {name} experts {first}-{stop - 1}" for first, stop in bounds}
+        readers |= {f"done {name} experts {first}-{stop - 1}" for first, stop in bounds if runs_experts}
+        readers |= {f"done {name} plan"}
         clean = Clean(layer=layer)
         yield self.task(f"{name} clean", clean, reads=after | readers, writes=set(), cost=0.0, stage=layer)
 

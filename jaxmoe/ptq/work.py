@@ -60,7 +60,12 @@ class WorkFolder:
             with fresh.open("wb") as stream:
                 stream.write(plan.head)
                 # Not a file of holes: a full disk is an error here, and would be a signal when a page is written.
-                os.posix_fallocate(stream.fileno(), 0, plan.nbytes)
+                # macOS has no such call.
+                allocate = getattr(os, "posix_fallocate", None)
+                if allocate is None:
+                    stream.truncate(plan.nbytes)
+                else:
+                    allocate(stream.fileno(), 0, plan.nbytes)
             yield {
                 spec.name: _mapped(fresh, spec.dtype, spec.shape, plan.offsets_bytes[spec.name], "r+") for spec in specs
             }

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jaxmoe.errors import RecipeError, WeightsError
 from jaxmoe.models.manifest import stack_of_layer
 from jaxmoe.ops.linear.reference import quantize_tokens
-from jaxmoe.ptq.expert_action import gather_rows
+from jaxmoe.ptq import expert_action
+from jaxmoe.ptq.expert_action import RoutedRows
 from jaxmoe.ptq.export import FORMATS
 from jaxmoe.ptq.job import make_job, prepare
 from jaxmoe.ptq.layer_files import attended_key
@@ -159,7 +160,7 @@ def test_every_expert_gets_the_tokens_that_chose_it() -> None:
     seen = walked(GLM)
     x, ids = normed(seen)
     for expert in range(EXPERTS):
-        rows = gather_rows(seen.context, seen.plan(LAYER), LAYER, expert)
+        rows = RoutedRows(seen.context, seen.plan(LAYER), LAYER, expert)[:]
         np.testing.assert_array_equal(rows, x[(ids == expert).any(-1)])
         assert len(rows) == seen.counts(LAYER)[expert]
 
@@ -299,6 +300,31 @@ def test_one_token_through_the_whole_run(tmp_path: Path) -> None:
         ended = run(prepare(tiny_folder(GLM), recipe), tmp_path / policy, one)
         assert ended.coverage is not None and ended.coverage.tokens == 2 * 2 and ended.coverage.min_tokens == 0
         assert np.isfinite(run_logits(tmp_path / policy, tiny.token_ids())).all()
+
+
+@pytest.mark.slow
+def test_a_method_that_gives_up_is_told_and_refused_when_strict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No samples give products that no damping makes definite: these are turned over."""
+    calls = []
+
+    def turned(moment: np.ndarray) -> np.ndarray:
+        calls.append(moment)
+        return unit_moment(moment) * np.float32(-1 if len(calls) == 2 else 1)
+
+    monkeypatch.setattr(expert_action, "unit_moment", turned)
+    job, data = prepare(tiny_folder(GLM), experts_rounded("gptq")), some_samples()
+    ended = run(job, tmp_path / "out", data)
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    assert ended.to_nearest == (name,)
+    report = json.loads((tmp_path / "out" / "jaxmoe_report.json").read_text(encoding="utf-8"))
+    assert [tensor["name"] for tensor in report["tensors"] if tensor["to_nearest"]] == [name]
+    calls.clear()
+    message = rf"{name}: the products of its inputs are not positive definite; use more samples"
+    with pytest.raises(RecipeError, match=message):
+        quantize(job, tmp_path / "strict", calibration=data, devices=jax.devices()[:1], strict=True)
+    assert not (tmp_path / "strict").exists()
 
 
 @pytest.mark.slow

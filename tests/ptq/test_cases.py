@@ -30,6 +30,7 @@ D20      test_calibrated: test_one_token (six of eight experts have no tokens, a
 D21      test_verify: test_d21_*
 """
 
+import argparse
 import json
 import logging
 from collections import Counter
@@ -46,6 +47,7 @@ from hypothesis import strategies as st
 
 from jaxmoe.assets import asset
 from jaxmoe.cli import main
+from jaxmoe.commands.quantize import chosen_recipe
 from jaxmoe.errors import RecipeError, WeightsError
 from jaxmoe.evals.gates import check_gate, gate_kind, load_gates
 from jaxmoe.evals.perplexity import Evaluator
@@ -638,3 +640,14 @@ def test_strict_refuses_what_is_only_noted_without_it(
     captured = capsys.readouterr()
     assert "--strict: recipe recipe is not followed to the letter, see the notes above" in captured.err
     assert "note: " in captured.out and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("save", "size"),
+    [("", 4 << 30), ("save: [{type: ascendv1_saver, part_file_size: 2}]", 2 << 30)],
+)
+def test_files_are_as_large_as_the_recipe_asks_for(tmp_path: Path, save: str, size: int) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"{YAML}  {save}\n", encoding="utf-8")
+    options = argparse.Namespace(quant_type=None, recipe=str(path))
+    assert chosen_recipe(options, tiny.manifest_of(tiny.CONFIGS[GLM])).max_shard_bytes == size

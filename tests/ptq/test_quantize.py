@@ -170,6 +170,16 @@ def test_output_that_is_there_already(source: Path, result: Path, tmp_path: Path
     assert digest(empty) == digest(result)
 
 
+def test_files_of_a_chosen_size(source: Path, result: Path, tmp_path: Path) -> None:
+    """As large as a recipe's file asks for; the tensors are the same."""
+    quantize(prepare(source, RECIPE), tmp_path / "out", max_shard_bytes=40_000)
+    one, several = open_checkpoint(result), open_checkpoint(tmp_path / "out")
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    assert one.tensors.keys() == several.tensors.keys()
+    assert all(one.read(name).tobytes() == several.read(name).tobytes() for name in one.tensors)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_source_that_is_not_finite(own: Path, tmp_path: Path, value: float) -> None:
     name = "model.layers.2.mlp.experts.5.down_proj.weight"

@@ -156,6 +156,16 @@ def test_rule_that_matches_nothing() -> None:
         match_recipe(replace(absent, rule=(*absent.rule, Rule(roles=("router.bias",), scheme="float"))), hunyuan)
 
 
+def test_an_optional_rule_may_match_nothing() -> None:
+    """But its roles are checked as all others."""
+    hunyuan = tiny.manifest_of(tiny.CONFIGS["hunyuan_v1_moe"])
+    base = recipe((tuple(r for r in FLOAT_ROLES if r != "router.bias"), "float"), (OTHERS, "w8a8-g128"))
+    rule = Rule(roles=("router.bias",), scheme="float", optional=True)
+    assert match_recipe(replace(base, rule=(*base.rule, rule)), hunyuan) == match_recipe(base, hunyuan)
+    with pytest.raises(RecipeError, match="rule 3 lists unknown role router.bies"):
+        match_recipe(replace(base, rule=(*base.rule, replace(rule, roles=("router.bies",)))), hunyuan)
+
+
 @pytest.mark.parametrize("role", sorted(FORMAT_FLOAT_ROLES))
 def test_roles_that_always_stay_float(role: str) -> None:
     wrong = replace(GOOD, rule=(Rule(roles=(role,), scheme="w8a8-g128"), *GOOD.rule))
