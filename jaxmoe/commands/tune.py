@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxmoe.commands.calibration import add_calibration_arguments, samples_of
+from jaxmoe.commands.calibration import add_calibration_arguments, calibration_samples, samples_of
 from jaxmoe.commands.common import add_mesh_arguments, bar, checkpoint_folder, console, progress_bars, start_jax
-from jaxmoe.errors import ConfigError
+from jaxmoe.errors import ConfigError, RecipeError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,19 +66,24 @@ def run(options: argparse.Namespace) -> int:
     names = [job.recipe.name for job in jobs]
     if len(set(names)) < len(names):
         raise ConfigError(f"--recipes {options.recipes}: two recipes have the same name ({', '.join(names)})")
+    given = (options.calib, options.calib_samples, options.calib_tokens)
+    if any(value is not None for value in given) and all(job.recipe.calibration is None for job in jobs):
+        raise RecipeError(f"none of the recipes {', '.join(names)} is calibrated: leave out --calib, --calib-*")
     shape = EvalShape(windows=options.windows, window_tokens=options.window_tokens, chunk=options.chunk)
     tokenizer = Tokenizer(files.folder, files.manifest.config.vocab)
     windows = make_windows(tokenize(options.text or bundled_texts(), tokenizer), shape)
     out, history = console(), read_history(options.out)
     table = Table("recipe", "bytes", "perplexity", "difference", "gate", title=f"gate {options.gate}")
+    # All that can be refused is refused here, before the first trial.
+    trials = [(job, trial_key(job, _first_samples(job, options), windows, shape, mesh_marks(options))) for job in jobs]
     chosen = None
-    for job in sorted(jobs, key=lambda job: (job.result_bytes, job.recipe.name)):
-        samples = _samples(job, options)
-        key = trial_key(job, samples, windows, shape)
-        folder = options.out / job.recipe.name
+    for job, key in sorted(trials, key=lambda trial: (trial[0].result_bytes, trial[0].recipe.name)):
+        folder = trial_folder(options.out, job, key)
         result = _known(history, key)
         if result is None:
-            _quantize(out, job, samples, folder, options)
+            # Before the first trial too: a run that is killed in it leaves a folder that the next one takes up.
+            _write_history(options.out, history)
+            _quantize(out, job, folder, options)
             result = _evaluate(out, folder, files, windows, shape, options)
             history[key] = {"recipe": job.recipe.name, "bytes": job.result_bytes, "result": asdict(result)}
             _write_history(options.out, history)
@@ -87,17 +92,30 @@ def run(options: argparse.Namespace) -> int:
         if not failures:
             chosen = folder
             # A result that was measured by an earlier run may be gone, its numbers are not.
-            if not (folder / "config.json").exists():
-                _quantize(out, job, samples, folder, options)
+            _quantize(out, job, folder, options)
             break
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     out.print(table)
     out.print("no recipe holds the gate" if chosen is None else f"{chosen}: the smallest that holds the gate")
     return 1 if chosen is None else 0
 
 
-def trial_key(job: "Job", samples: "Calibration | None", windows: "np.ndarray", shape: "EvalShape") -> str:
-    """A digest of all that a trial's numbers depend on: program, recipe, source, samples, windows, steps."""
+def trial_key(
+    job: "Job",
+    samples: "Calibration | None",
+    windows: "np.ndarray",
+    shape: "EvalShape",
+    mesh: Mapping[str, Any],
+) -> str:
+    """A digest of all that a trial's numbers depend on: program, recipe, source, samples, windows, steps, mesh.
+
+    Args:
+        job: of the trial.
+        samples: before they are extended; what is added follows from them, their documents and the rest.
+        windows: that are evaluated.
+        shape: of the evaluation.
+        mesh: of `mesh_marks`.
+    """
     from jaxmoe.ptq.job import output_specs
     from jaxmoe.ptq.quantize import fingerprint
     from jaxmoe.weights.layout import plan_shards
@@ -105,9 +123,26 @@ def trial_key(job: "Job", samples: "Calibration | None", windows: "np.ndarray", 
 
     specs = output_specs(job)
     plans = plan_shards(specs, metadata={"format": "pt"}, file_name=job.output.shard_name)
-    marks = fingerprint(job, ShardFiles(Path(), specs, plans, job.output.index_name), samples)
-    marks = {**marks, "windows": hashlib.sha256(windows.tobytes()).hexdigest(), "shape": asdict(shape)}
-    return hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
+    marks: dict[str, Any] = dict(fingerprint(job, ShardFiles(Path(), specs, plans, job.output.index_name), samples))
+    marks["documents"] = None if samples is None else samples.data_sha256
+    marks |= {"windows": hashlib.sha256(windows.tobytes()).hexdigest(), "shape": asdict(shape), "mesh": dict(mesh)}
+    return hashlib.sha256(json.dumps(marks, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def mesh_marks(options: argparse.Namespace) -> dict[str, Any]:
+    """What of --devices and --plan the evaluation depends on: another mesh adds floats in another order.
+
+    Raises:
+        ConfigError: the plan cannot be read.
+    """
+    from jaxmoe.decode import read_toml
+
+    return {"devices": options.devices, "plan": None if options.plan is None else read_toml(options.plan)}
+
+
+def trial_folder(out: Path, job: "Job", key: str) -> Path:
+    """Where a trial's result is: never in the place of one with other data, text or source."""
+    return out / f"{job.recipe.name}-{key[:8]}"
 
 
 def read_history(folder: Path) -> dict[str, Any]:
@@ -129,6 +164,7 @@ def read_history(folder: Path) -> dict[str, Any]:
 def _write_history(folder: Path, history: Mapping[str, Any]) -> None:
     from jaxmoe.weights.layout import write_text_atomic
 
+    folder.mkdir(parents=True, exist_ok=True)
     write_text_atomic(folder / HISTORY, json.dumps(history, indent=1) + "\n")
 
 
@@ -139,31 +175,40 @@ def _known(history: Mapping[str, Any], key: str) -> "EvalResult | None":
     return decode(EvalResult, history[key]["result"], where=f"{HISTORY}.{key}.result") if key in history else None
 
 
-def _samples(job: "Job", options: argparse.Namespace) -> "Calibration | None":
+def _first_samples(job: "Job", options: argparse.Namespace) -> "Calibration | None":
+    """The samples of a calibrated recipe before they are extended, which would take a pass over the model."""
+    return None if job.recipe.calibration is None else calibration_samples(job, options)[1]
+
+
+def _quantize(out: Console, job: "Job", folder: Path, options: argparse.Namespace) -> None:
+    """Makes a trial's result unless it is there; what a killed run left of it is taken up."""
     import jax
 
-    return samples_of(job, options, options.out / f"{job.recipe.name}.routing", jax.devices()[: options.devices])
+    from jaxmoe.ptq.quantize import quantize
 
-
-def _quantize(
-    out: Console, job: "Job", samples: "Calibration | None", folder: Path, options: argparse.Namespace
-) -> None:
-    import jax
-
-    from jaxmoe.ptq.quantize import partial_folder, quantize
-
-    # What a trial of this recipe with other data left, finished or not.
-    for path in (folder, partial_folder(folder)):
-        shutil.rmtree(path, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    # A folder has its final name only when it is complete.
+    if folder.exists():
+        return
+    devices = jax.devices()[: options.devices]
+    samples = samples_of(job, options, folder.with_name(f"{folder.name}.routing"), devices)
     with progress_bars(out) as progress, bar(progress, f"quantise {job.recipe.name}") as move:
         quantize(
             job,
             folder,
             calibration=samples,
-            devices=jax.devices()[: options.devices],
+            devices=devices,
+            resume=True,
             progress=lambda done, total, _task: move(done, total),
         )
+
+
+def _remove(folder: Path) -> None:
+    """Removes a result; first its name, so that a run that is killed here leaves nothing that looks complete."""
+    if folder.exists():
+        going = folder.with_name(f"{folder.name}.removed")
+        shutil.rmtree(going, ignore_errors=True)
+        folder.rename(going)
+        shutil.rmtree(going, ignore_errors=True)
 
 
 def _evaluate(

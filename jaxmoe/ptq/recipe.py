@@ -191,6 +191,11 @@ def _options(rule: Rule, given: Any, where: str) -> Options:
 
 
 def _check_labels(recipe: Recipe) -> None:
+    # Commands name folders after it.
+    if recipe.name in ("", ".", "..") or any(part in recipe.name for part in ("/", "\\", "\0")):
+        raise RecipeError(
+            f"name {recipe.name!r} is also that of a folder: it must be one part of a path, not empty, without / and \\"
+        )
     label = recipe.quant_type
     if label is not None and not any(rule.scheme.startswith(f"{label}-") for rule in recipe.rule):
         raise RecipeError(f"quant_type {label!r}: no rule has a scheme {label}-...")

@@ -124,6 +124,14 @@ def test_recipe_files_are_decoded_strictly(tmp_path: Path, text: str, message: s
         load_recipe(path)
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "../mine", "a/b", "/mine", "a\\\\b"])
+def test_a_name_is_one_part_of_a_path(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'name = "{name}"\nrule = []\n', encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"mine.toml: name '.*' is also that of a folder"):
+        load_recipe(path)
+
+
 def test_first_rule_that_lists_a_role_wins() -> None:
     both = recipe((FLOAT_ROLES, "float"), (("ffn.gate",), "w8a16-g64"), (OTHERS, "w8a8-channel"))
     by_role = {match.entry.role: match for match in match_recipe(both, GLM)}
