@@ -15,7 +15,7 @@ from jaxmoe.commands.common import bar, checkpoint_folder, console, progress_bar
 from jaxmoe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxmoe.ptq.verify import Verification
+    from jaxmoe.ptq.verification import Verification
 
 _MOST_SHOWN = 20
 
@@ -54,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
 def print_found(out: Console, found: "Verification") -> None:
     """The table of roles, then every problem."""
     from jaxmoe.planner.ledger import gib
+    from jaxmoe.ptq.report import REPORT_NAME
 
     table = Table(title=f"{found.folder} ({found.method})", title_justify="left")
     for column in ("role", "scheme", "tensors", "bytes", "share", "worst SQNR", "mean SQNR"):
@@ -68,7 +69,7 @@ def print_found(out: Console, found: "Verification") -> None:
     if found.sqnr_of == "source":
         out.print(f"SQNR against {found.source}", markup=False)
     elif found.sqnr_of == "report":
-        out.print("SQNR as the quantiser measured it (jaxmoe_report.json)", markup=False)
+        out.print(f"SQNR as the quantiser measured it ({REPORT_NAME})", markup=False)
     for problem in found.problems[:_MOST_SHOWN]:
         out.print(f"{problem.check}: {problem.where}: {problem.text}", markup=False)
     if len(found.problems) > _MOST_SHOWN:

@@ -25,7 +25,7 @@ from jaxmoe.ptq.calib import Calibration
 from jaxmoe.ptq.calib_coverage import Coverage, measure_coverage
 from jaxmoe.ptq.graph import Planned, build_graph
 from jaxmoe.ptq.job import Job, gram_taps, output_specs
-from jaxmoe.ptq.report import build_report
+from jaxmoe.ptq.report import REPORT_NAME, build_report
 from jaxmoe.ptq.tasks.link import Link
 from jaxmoe.ptq.tasks.run import Summary, run_tasks
 from jaxmoe.ptq.tasks.task import Task
@@ -245,7 +245,7 @@ def _finish(
     config = job.output.config(source, job.matches, job.files.manifest, kv_cache=job.recipe.kv_cache, copied=copied)
     for name, text in job.output.side_files(job.matches, copied=copied).items():
         write_text_atomic(folder / name, text)
-    write_text_atomic(folder / "jaxmoe_report.json", json.dumps(report, indent=2) + "\n")
+    write_text_atomic(folder / REPORT_NAME, json.dumps(report, indent=2) + "\n")
     write_text_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
     return coverage
 
@@ -279,11 +279,18 @@ def _calibration_report(
     return data, coverage
 
 
+def is_side_file(path: Path) -> bool:
+    """Whether a result gets a file of its source: tokenizer, chat template, generation config, licence.
+
+    All but weights and what describes them.
+    """
+    weights = path.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pt", ".gguf"))
+    return path.is_file() and not weights and path.name not in ("config.json", REPORT_NAME, *SIDE_FILES)
+
+
 def _copy_side_files(source: Path, target: Path) -> None:
-    """Tokenizer, chat template, generation config, licence: all but weights and what describes them."""
     for path in sorted(source.iterdir()):
-        weights = path.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pt", ".gguf"))
-        if path.is_file() and not weights and path.name not in ("config.json", "jaxmoe_report.json", *SIDE_FILES):
+        if is_side_file(path):
             shutil.copyfile(path, target / path.name)
 
 

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -16,6 +16,9 @@ from jaxmoe.quant.scheme import Scheme
 from jaxmoe.weights.encodings import Plain
 from jaxmoe.weights.formats import method_name
 from jaxmoe.weights.load import ModelFiles
+
+REPORT_NAME: Final = "jaxmoe_report.json"
+"""File of the report, in the folder of the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ def build_report(
     result_bytes: int,
     calibration: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The object of jaxmoe_report.json."""
+    """The object of `REPORT_NAME`."""
     ratios = [t.sqnr_db for t in tensors if t.sqnr_db is not None]
     worst = sorted((t for t in tensors if t.sqnr_db is not None), key=lambda t: t.sqnr_db or 0)[:10]
     return {

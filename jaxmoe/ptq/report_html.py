@@ -5,7 +5,8 @@ All text that comes from files is escaped. What the report does not hold is not 
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -15,11 +16,10 @@ import numpy as np
 from jaxmoe.decode import read_json
 from jaxmoe.errors import ConfigError
 from jaxmoe.ptq.charts import Series, heat_map, line_chart
-from jaxmoe.ptq.report import StoredBytes, stored_bytes
+from jaxmoe.ptq.report import REPORT_NAME, StoredBytes, stored_bytes
 from jaxmoe.weights.layout import write_text_atomic
 from jaxmoe.weights.load import open_model
 
-REPORT_NAME: Final = "jaxmoe_report.json"
 PAGE_NAME: Final = "report.html"
 
 _LAYER: Final = re.compile(r"\.(\d+)\.")
@@ -39,7 +39,7 @@ def write_report_page(folder: Path, evaluation: Mapping[str, Any] | None = None)
     """Writes `report.html` into a quantised checkpoint's folder; the result is its path.
 
     Args:
-        folder: with jaxmoe_report.json and the checkpoint itself.
+        folder: with its report and the checkpoint itself.
         evaluation: the object of `jaxmoe eval --json`.
 
     Raises:
@@ -64,7 +64,7 @@ def report_page(
     """The page.
 
     Args:
-        report: the object of jaxmoe_report.json.
+        report: the object of `REPORT_NAME`.
         stored: how the result's bytes are divided.
         evaluation: the object of `jaxmoe eval --json`; None: it was not evaluated.
         title: what was quantised.
@@ -72,23 +72,23 @@ def report_page(
     Raises:
         ConfigError: one of the objects lacks what every report has.
     """
-    try:
-        parts = [
-            _summary(report),
-            _evaluation(evaluation),
-            _bytes(stored, report),
-            _errors(report),
-            _coverage(report),
-            _worst(report),
-            _recipe(report),
-        ]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ConfigError(
-            f"the report of {title} is not one that jaxmoe wrote: {type(error).__name__} {error}"
-        ) from error
+    with _made_by(f"the report of {title}", "jaxmoe"):
+        summary = _summary(report)
+        rest = (_bytes(stored, report), _errors(report), _coverage(report), _worst(report), _recipe(report))
+    with _made_by(f"the evaluation of {title} (--eval)", "jaxmoe eval --json"):
+        parts = (summary, _evaluation(evaluation), *rest)
     head = f"<meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style>"
     body = "".join(part for part in parts if part)
     return f"<!doctype html><html lang='en'><head>{head}</head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
+
+
+@contextmanager
+def _made_by(what: str, writer: str) -> Iterator[None]:
+    """What goes wrong in the block is the fault of a file that is not what its writer writes."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(f"{what} is not one that {writer} wrote: {type(error).__name__} {error}") from error
 
 
 def layer_of(tensor: str) -> int | None:

@@ -1,22 +1,26 @@
 """Checks a finished checkpoint folder against its files, its configuration and the checkpoint that it was made from.
 
-Reads every tensor once, a piece at a time, through the loader's own reader: what passes here loads.
+Reads every parameter's tensors, a piece at a time, through the loader's own reader: what passes here loads. Of tensors
+that no parameter needs, it sees that they are there.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxmoe.decode import read_json
-from jaxmoe.errors import ConfigError, WeightsError
+from jaxmoe.errors import ConfigError, RecipeError, WeightsError
 from jaxmoe.models.manifest import Entry
+from jaxmoe.ptq.quantize import is_side_file
+from jaxmoe.ptq.report import REPORT_NAME
+from jaxmoe.ptq.verification import Problem, Verification, role_rows
 from jaxmoe.quant.int8 import QMAX, QMAX_OF_4
-from jaxmoe.quant.scheme import Scheme
+from jaxmoe.quant.scheme import Scheme, parse_scheme
 from jaxmoe.weights.cells import Cell, cell_shape, hub_cells
 from jaxmoe.weights.encodings import Plain
 from jaxmoe.weights.formats import FLOAT_ROLES, QuantizationConfig, method_name
@@ -25,60 +29,10 @@ from jaxmoe.weights.packing import pairs_to_int8
 from jaxmoe.weights.safetensors import INDEX_SUFFIX
 
 _CHUNK_ELEMENTS = 1 << 22
-_REPORT = "jaxmoe_report.json"
 LEAST_SQNR_DB = 6.0
 """Half the amplitude is error: 4-bit rounding leaves 15 dB or more, so these are other weights or another layout."""
 Progress = Callable[[int, int], None]
 """Called with (parameters done, parameters in all)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One thing that is wrong."""
-
-    check: str
-    """files, values, scales, grid, share, sqnr or source."""
-    where: str
-    """Tensor or file."""
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleRow:
-    """All parameters of a role and a scheme."""
-
-    role: str
-    scheme: str
-    tensors: int
-    nbytes: int
-    """On disk: values, scales and what else belongs to them."""
-    least_sqnr_db: float | None
-    """Of its worst tensor; None: not quantised, not compared, or no error at all."""
-    mean_sqnr_db: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """What was found."""
-
-    folder: str
-    method: str
-    """What the format calls itself."""
-    source: str | None
-    sqnr_of: Literal["source", "report"] | None
-    """What SQNR is measured against; 'report': weights were changed before they were rounded, so that the source is
-    no measure, and the figures are those that the quantiser measured and wrote down."""
-    rows: tuple[RoleRow, ...]
-    tensors: int
-    nbytes: int
-    quantised_share: float
-    """Bytes of quantised parameters among those of all tensors."""
-    problems: tuple[Problem, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
 
 
 def verify(
@@ -105,7 +59,7 @@ def verify(
     report = _read_report(folder)
     changed = report is not None and changes_weights(report)
     if min_sqnr_db is not None and source is None and report is None:
-        raise ConfigError(f"--min-sqnr-db {min_sqnr_db:g}: give --source, or a folder with its {_REPORT}")
+        raise ConfigError(f"--min-sqnr-db {min_sqnr_db:g}: give --source, or a folder with its {REPORT_NAME}")
     original = None if source is None else open_model(source)
     try:
         files = open_model(folder)
@@ -145,7 +99,7 @@ def changes_weights(report: Mapping[str, Any]) -> bool:
 
 
 def _read_report(folder: Path) -> dict[str, Any] | None:
-    path = folder / _REPORT
+    path = folder / REPORT_NAME
     return read_json(path) if path.exists() else None
 
 
@@ -158,7 +112,9 @@ def report_tensors(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     tensors = report.get("tensors")
     keys = {"name", "scheme", "sqnr_db"}
     if not isinstance(tensors, list) or not all(isinstance(t, Mapping) and keys <= set(t) for t in tensors):
-        raise ConfigError(f"{_REPORT}: tensors is no list of objects with {', '.join(sorted(keys))}; restore the file")
+        raise ConfigError(
+            f"{REPORT_NAME}: tensors is no list of objects with {', '.join(sorted(keys))}; restore the file"
+        )
     return {tensor["name"]: tensor for tensor in tensors}
 
 
@@ -193,11 +149,13 @@ def _share_problems(files: ModelFiles, report: Mapping[str, Any] | None) -> Iter
     """Parameters that config.json or the report says are quantised, and are floats."""
     said = {} if report is None else {name: tensor["scheme"] for name, tensor in report_tensors(report).items()}
     targeted = _targets(read_json(files.folder / "config.json"))
+    for name in sorted(said.keys() - {cell.label for entry in files.manifest.entries for cell in hub_cells(entry)}):
+        yield Problem(check="share", where=name, text=f"the report says {said[name]}, there is no such tensor")
     for entry in files.manifest.entries:
         scheme = files.schemes.get(entry.path)
         for cell in hub_cells(entry):
             expected = said.get(cell.label)
-            if expected is not None and scheme is not None and expected != scheme.name:
+            if expected is not None and scheme is not None and not _is_stored_as(scheme, expected, entry.shape[-1]):
                 text = f"the report says {expected}, the tensor is {scheme.name}"
                 yield Problem(check="share", where=cell.label, text=text)
             if not _is_plain(files, cell.tensor):
@@ -207,6 +165,16 @@ def _share_problems(files: ModelFiles, report: Mapping[str, Any] | None) -> Iter
             elif entry.role not in FLOAT_ROLES and targeted(cell.tensor):
                 text = "config.json's groups take it in and its ignore list does not leave it out, the tensor is float"
                 yield Problem(check="share", where=cell.label, text=text)
+
+
+def _is_stored_as(scheme: Scheme, expected: str, in_size: int) -> bool:
+    """Whether a scheme's name says how a matrix is stored: a group of all inputs is a channel in some formats."""
+    try:
+        other = parse_scheme(expected)
+    except RecipeError:
+        return False
+    alike = replace(other, group=None) == replace(scheme, group=None)
+    return alike and other.group_size(in_size) == scheme.group_size(in_size)
 
 
 def _targets(config: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -246,11 +214,8 @@ def _paired(files: ModelFiles, original: ModelFiles, state: _State) -> ModelFile
 
 def _source_problems(files: ModelFiles, original: ModelFiles) -> Iterator[Problem]:
     """Files beside the weights that the source has and the result lost, and copied tensors likewise."""
-    suffixes = (".safetensors", INDEX_SUFFIX, ".bin", ".pt", ".gguf")
-    own = {path.name for path in files.folder.iterdir()}
-    described = ("quant_model_description.json", "hf_quant_config.json", _REPORT)
     for path in sorted(original.folder.iterdir()):
-        if path.is_file() and not path.name.endswith(suffixes) and path.name not in (*own, *described):
+        if is_side_file(path) and not (files.folder / path.name).is_file():
             yield Problem(check="source", where=path.name, text="the source has this file, the result has not")
     for name in original.not_loaded:
         if name not in files.checkpoint.tensors:
@@ -259,34 +224,61 @@ def _source_problems(files: ModelFiles, original: ModelFiles) -> Iterator[Proble
 
 def _check_entry(files: ModelFiles, entry: Entry, original: ModelFiles | None, state: _State) -> None:
     """Values, scales and grid of each cell; against the source, floats are the same and integers near."""
-    scheme = files.schemes.get(entry.path)
     exact_entry = _source_entry(entry, original)
     exact_cells = hub_cells(entry) if exact_entry is None else hub_cells(exact_entry)
     for cell, exact_cell in zip(hub_cells(entry), exact_cells, strict=True):
         plain = _is_plain(files, cell.tensor)
         signal = noise = 0.0
-        try:
-            for rows in _row_slices(entry):
-                if scheme is not None:
-                    _check_grid(files, entry, cell, rows, scheme, state)
-                values = _read(files, entry, cell, rows)
-                if not np.isfinite(values).all():
-                    raise WeightsError("a value is NaN or infinite")
-                if original is None or exact_entry is None:
-                    continue
-                exact = _read(original, exact_entry, exact_cell, rows)
-                if plain:
-                    exact = exact.astype(files.checkpoint.tensors[cell.tensor].dtype).astype(np.float32)
-                signal += float(np.square(exact, dtype=np.float64).sum())
-                noise += float(np.square(values - exact, dtype=np.float64).sum())
-        except WeightsError as error:
-            check = "scales" if "_scale" in str(error) else "values"
-            state.problems.append(Problem(check=check, where=cell.label, text=str(error)))
-            continue
-        if exact_entry is not None:
-            state.problems += _compare(cell, plain, signal, noise)
-            if not plain:
-                state.sqnr_db[cell.label] = 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
+        for rows in _row_slices(entry):
+            values = _checked(files, entry, cell, rows, state)
+            if values is None:
+                break
+            if original is None or exact_entry is None:
+                continue
+            exact = _exact(original, exact_entry, exact_cell, rows)
+            if plain:
+                exact = exact.astype(files.checkpoint.tensors[cell.tensor].dtype).astype(np.float32)
+            signal += float(np.square(exact, dtype=np.float64).sum())
+            noise += float(np.square(values - exact, dtype=np.float64).sum())
+        else:
+            if exact_entry is not None:
+                state.problems += _compare(cell, plain, signal, noise)
+                if not plain:
+                    state.sqnr_db[cell.label] = 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
+
+
+def _checked(files: ModelFiles, entry: Entry, cell: Cell, rows: slice, state: _State) -> np.ndarray | None:
+    """Some rows of a cell as floats; None: they cannot be used, which is noted."""
+    scheme, check = files.schemes.get(entry.path), "scales"
+    try:
+        if scheme is not None:
+            whole = slice(0, scheme.scales_shape(cell_shape(entry))[-1])
+            files.source.read(entry, cell, (rows, whole), "scale")
+        check = "values"
+        if scheme is not None:
+            _check_grid(files, entry, cell, rows, scheme, state)
+        values = _read(files, entry, cell, rows)
+        if not np.isfinite(values).all():
+            raise WeightsError("a value is NaN or infinite")
+    except WeightsError as error:
+        state.problems.append(Problem(check=check, where=cell.label, text=str(error)))
+        return None
+    return values
+
+
+def _exact(original: ModelFiles, entry: Entry, cell: Cell, rows: slice) -> np.ndarray:
+    """Some rows of the source's cell.
+
+    Raises:
+        WeightsError: they cannot be compared with, which says nothing about the result.
+    """
+    try:
+        exact = _read(original, entry, cell, rows)
+    except WeightsError as error:
+        raise WeightsError(f"the source {original.folder} is damaged: {error}") from error
+    if not np.isfinite(exact).all():
+        raise WeightsError(f"the source {original.folder} is damaged: {cell.label}: a value is NaN or infinite")
+    return exact
 
 
 def _compare(cell: Cell, plain: bool, signal: float, noise: float) -> Iterator[Problem]:
@@ -343,12 +335,7 @@ def _ratio_problems(ratios: Mapping[str, float | None], least: float) -> Iterato
 def _verification(
     files: ModelFiles, source: Path | None, measured: Literal["source", "report"] | None, state: _State
 ) -> Verification:
-    by_role: dict[tuple[str, str], list[Entry]] = {}
-    for entry in files.manifest.entries:
-        by_role.setdefault((entry.role, _stored_as(files, entry)), []).append(entry)
-    rows = tuple(
-        _row(files, role, scheme, entries, state.sqnr_db) for (role, scheme), entries in sorted(by_role.items())
-    )
+    rows = role_rows(files, state.sqnr_db)
     quantised = sum(row.nbytes for row in rows if row.scheme != "float")
     return Verification(
         folder=str(files.folder),
@@ -361,33 +348,3 @@ def _verification(
         quantised_share=quantised / files.tensor_bytes,
         problems=tuple(state.problems),
     )
-
-
-def _stored_as(files: ModelFiles, entry: Entry) -> str:
-    """The scheme, or how a tensor that is decoded is stored; 'float' if all of it is."""
-    scheme = files.schemes.get(entry.path)
-    if scheme is not None:
-        return scheme.name
-    encodings = {files.source.stored[name].encoding for _, name in entry.tensors()}
-    return ", ".join(sorted("float" if isinstance(e, Plain) else e.label() for e in encodings))
-
-
-def _row(
-    files: ModelFiles, role: str, scheme: str, entries: list[Entry], ratios: Mapping[str, float | None]
-) -> RoleRow:
-    labels = [cell.label for entry in entries for cell in hub_cells(entry)]
-    found = [ratio for label in labels if (ratio := ratios.get(label)) is not None]
-    names = {name for entry in entries for _, name in entry.tensors()}
-    return RoleRow(
-        role=role,
-        scheme=scheme,
-        tensors=len(names),
-        nbytes=sum(_stored_bytes(files, name) for name in names),
-        least_sqnr_db=min(found) if found else None,
-        mean_sqnr_db=sum(found) / len(found) if found else None,
-    )
-
-
-def _stored_bytes(files: ModelFiles, name: str) -> int:
-    stored = files.source.stored[name]
-    return sum(files.checkpoint.tensors[part.name].nbytes for part in stored.encoding.parts(name, stored.shape))

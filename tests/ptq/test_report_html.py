@@ -183,7 +183,10 @@ def test_refusals(tmp_path: Path) -> None:
         write_report_page(tiny_folder("glm4_moe"))
     with pytest.raises(ConfigError, match="is not one that jaxmoe wrote: KeyError 'source'"):
         report_page({}, [], title="x")
-    with pytest.raises(ConfigError, match="is not one that jaxmoe wrote: KeyError 'ranges'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the evaluation of tiny \(--eval\) is not one that jaxmoe eval --json wrote: KeyError 'ranges'",
+    ):
         page(report(), {"perplexity": 3})
 
 

@@ -13,11 +13,19 @@ import pytest
 from jaxmoe.cli import main
 from jaxmoe.errors import ConfigError, UnsupportedError, WeightsError
 from jaxmoe.ptq.export import FORMATS
-from jaxmoe.ptq.verify import Verification, changes_weights, verify
+from jaxmoe.ptq.job import prepare
+from jaxmoe.ptq.recipe import load_recipe
+from jaxmoe.ptq.report import REPORT_NAME
+from jaxmoe.ptq.verification import Verification
+from jaxmoe.ptq.verify import changes_weights, verify
 from jaxmoe.weights.safetensors import open_checkpoint
 from tests import tiny
 from tests.ptq.export import folders
 from tests.ptq.export.folders import EXPERTS
+from tests.ptq.jobs import change, experts_rounded, finished, windows
+from tests.ptq.jobs import run as run_job
+from tests.running import tiny_folder
+from tests.tolerances import TOLERANCES
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
@@ -62,7 +70,7 @@ def poke(folder: Path, tensor: str, values: Any, *, first: int = 0) -> None:
 
 
 def write_report(folder: Path, recipe: dict[str, Any], tensors: list[dict[str, Any]]) -> None:
-    (folder / "jaxmoe_report.json").write_text(json.dumps({"recipe": recipe, "tensors": tensors}), encoding="utf-8")
+    (folder / REPORT_NAME).write_text(json.dumps({"recipe": recipe, "tensors": tensors}), encoding="utf-8")
 
 
 def problems(found: Verification) -> list[tuple[str, str]]:
@@ -174,6 +182,78 @@ def test_a_zero_source(own: Path, source: Path, tmp_path: Path) -> None:
     assert problems(verify(own, zeroed)) == [("sqnr", EXPERT)]
 
 
+@pytest.mark.parametrize("name", [EXPERT, NORM])
+def test_a_damaged_source_is_not_the_results_problem(own: Path, source: Path, tmp_path: Path, name: str) -> None:
+    broken = Path(shutil.copytree(source, tmp_path / "broken"))
+    poke(broken, name, [np.nan], first=3)
+    with pytest.raises(WeightsError, match=rf"the source {broken} is damaged: {name}: a value is NaN"):
+        verify(own, broken)
+
+
+def test_fused_tensors_count_once() -> None:
+    """gpt_oss keeps gate and up in one tensor; so does nothing that we write."""
+    for folder in (tiny_folder("gpt_oss"), finished("gpt_oss", "w8a8-g128")):
+        found = verify(folder)
+        stored = {name: meta.nbytes for name, meta in open_checkpoint(folder).tensors.items()}
+        assert found.passed, found.problems
+        assert sum(row.nbytes for row in found.rows) == sum(stored.values()) == found.nbytes
+        assert 0 <= found.quantised_share <= 1
+        rows = {row.role: row.nbytes for row in found.rows}
+        assert rows["experts.gate"] == rows["experts.up"]
+
+
+def test_a_group_of_all_inputs_is_a_channel(tmp_path: Path) -> None:
+    """AscendV1 does not tell them apart; the report does, and is right."""
+    run_job(prepare(tiny_folder("glm4_moe"), load_recipe("w8a8-g128"), FORMATS["ascendv1"]), tmp_path / "out")
+    found = verify(tmp_path / "out", tiny_folder("glm4_moe"))
+    assert found.passed and (found.method, found.sqnr_of) == ("ascend", "source"), found.problems
+    assert {row.scheme for row in found.rows if row.role == "attention.o"} == {"w8a8-channel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "recipe", "measured"),
+    [
+        ("glm4_moe", "w8a8-g128-smooth", "report"),
+        ("glm4_moe", "w8a8-g128-rotated", "report"),
+        ("gpt_oss", "w8a8-g128-rotated", "report"),
+    ],
+)
+def test_results_of_changed_weights(family: str, recipe: str, measured: str, tmp_path: Path) -> None:
+    """Made through the whole pipeline: nothing is wrong, and damage is found by what the quantiser wrote down."""
+    folder = finished(family, recipe)
+    report = json.loads((folder / REPORT_NAME).read_text(encoding="utf-8"))
+    assert changes_weights(report)
+    found = verify(folder, tiny_folder(family))
+    assert found.passed, found.problems
+    assert found.sqnr_of == measured
+    said = {tensor["name"]: tensor["sqnr_db"] for tensor in report["tensors"]}
+    assert min(row.least_sqnr_db for row in found.rows if row.least_sqnr_db is not None) == min(said.values())
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    name = next(iter(said)).partition("[")[0]
+    poke(damaged, f"{name}_scale", [np.inf])
+    assert {problem.check for problem in verify(damaged, tiny_folder(family)).problems} == {"scales"}
+
+
+@pytest.mark.slow
+def test_a_result_of_gptq(tmp_path: Path) -> None:
+    """Nothing is changed before it is rounded: the source is the measure, and gives the quantiser's own figures."""
+    out = tmp_path / "out"
+    run_job(prepare(tiny_folder("glm4_moe"), experts_rounded("gptq", smooth=None)), out, windows())
+    found = verify(out, tiny_folder("glm4_moe"))
+    assert found.passed and found.sqnr_of == "source", found.problems
+    report = json.loads((out / REPORT_NAME).read_text(encoding="utf-8"))
+    said = [tensor["sqnr_db"] for tensor in report["tensors"] if tensor["role"] == "experts.up"]
+    (row,) = (row for row in found.rows if row.role == "experts.up")
+    assert row.least_sqnr_db == pytest.approx(min(said), rel=TOLERANCES["sqnr"].value)
+    assert row.mean_sqnr_db == pytest.approx(sum(said) / len(said), rel=TOLERANCES["sqnr"].value)
+    # Other legal integers, of another expert.
+    checkpoint = open_checkpoint(out)
+    other = EXPERT.replace("experts.3", "experts.4")
+    change(out, f"{EXPERT}_packed", checkpoint.read(f"{other}_packed"))
+    assert problems(verify(out, tiny_folder("glm4_moe"))) == [("sqnr", EXPERT)]
+
+
 def test_files(own: Path) -> None:
     index = own / "model.safetensors.index.json"
     data = json.loads(index.read_text(encoding="utf-8"))
@@ -220,6 +300,13 @@ def test_d21_the_report_says_more(own: Path) -> None:
     ]
     write_report(own, {}, said)
     assert set(problems(verify(own))) == {("share", EXPERT), ("share", NORM)}
+    write_report(own, {}, [{"name": EXPERT, "scheme": "w9", "sqnr_db": 20.0}])
+    assert problems(verify(own)) == [("share", EXPERT)]
+    write_report(own, {}, [{"name": "model.layers.7.nothing", "scheme": "w8a8-g32", "sqnr_db": 20.0}])
+    found = verify(own)
+    assert (
+        problems(found) == [("share", "model.layers.7.nothing")] and "there is no such tensor" in found.problems[0].text
+    )
 
 
 def test_weights_that_were_changed_before_rounding(own: Path, source: Path) -> None:
@@ -255,7 +342,7 @@ def test_bad_input(own: Path, source: Path, made: Callable[[str], Path], tmp_pat
         verify(tmp_path / "absent")
     with pytest.raises(ConfigError, match="--min-sqnr-db 20: give --source"):
         verify(own, min_sqnr_db=20.0)
-    (own / "jaxmoe_report.json").write_text('{"tensors": [1]}', encoding="utf-8")
+    (own / REPORT_NAME).write_text('{"tensors": [1]}', encoding="utf-8")
     with pytest.raises(ConfigError, match="tensors is no list of objects with name, scheme, sqnr_db"):
         verify(own)
     broken = Path(shutil.copytree(source, tmp_path / "broken"))
@@ -265,7 +352,7 @@ def test_bad_input(own: Path, source: Path, made: Callable[[str], Path], tmp_pat
     config = json.loads((own / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"]["quant_method"] = "gguf"
     (own / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (own / "jaxmoe_report.json").unlink()
+    (own / REPORT_NAME).unlink()
     with pytest.raises(UnsupportedError, match="'gguf' is not supported"):
         verify(own)
 
