@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxmoe.commands.calibration import add_calibration_arguments, calibration_samples
+from jaxmoe.commands.calibration import add_calibration_arguments, calibration_samples, described
 from jaxmoe.commands.common import (
     DeviceChoice,
     bar,
@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--budget", metavar="BYTES", help="suggest a recipe of at most so much, such as 420GB")
     parser.add_argument(
-        "--activation-bits", type=int, choices=(8, 16), default=8, help="of the suggested recipe's schemes (default: 8)"
+        "--activation-bits",
+        type=int,
+        choices=(8, 16),
+        help="of the suggested recipe's schemes (with --budget; default: 8)",
     )
     parser.add_argument("--metric", default="kurtosis", help="ranking that is printed (default: kurtosis)")
     parser.add_argument("--top-k", type=int, default=15, metavar="K", help="rows that are printed (default: 15)")
@@ -75,14 +78,16 @@ def run(options: argparse.Namespace) -> int:
     if options.metric not in metrics:
         raise ConfigError(f"--metric {options.metric!r} is none of {', '.join(metrics)}")
     budget = None if options.budget is None else parse_bytes(options.budget)
-    candidates = None if budget is None else schemes_of_bits(names, options.activation_bits)
+    if budget is None and options.activation_bits is not None:
+        raise ConfigError(f"--activation-bits {options.activation_bits} is of the suggested recipe: give --budget too")
+    candidates = None if budget is None else schemes_of_bits(names, options.activation_bits or 8)
     check_output(options.out)
     job = float_job(open_model(checkpoint_folder(options.model)))
     check_schemes(job, schemes)
     if budget is not None and candidates is not None:
         check_budget(job, candidates, budget)
     _, samples = calibration_samples(job, options)
-    out.print(f"calibration: {samples.report.samples} samples, {samples.report.tokens:,} tokens")
+    out.print(f"calibration: {described(samples)}", markup=False)
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="work-", dir=options.out) as work, progress_bars(out) as progress:
         with bar(progress, "analyse") as move:

@@ -172,11 +172,6 @@ class RoutedRows:
         return out
 
 
-def gather_rows(context: Context, plan: Mapping[str, np.ndarray], layer: int, expert: int) -> np.ndarray:
-    """All of `RoutedRows`."""
-    return RoutedRows(context, plan, layer, expert)[:]
-
-
 def _of_expert(part: Part, index: int) -> Part:
     return Part(match=part.match, layer=part.layer, cells=part.cells[index : index + 1])
 

@@ -29,6 +29,21 @@ class Planned:
     action: Action
 
 
+def planned(
+    name: str, action: Action, *, reads: set[str], writes: set[str], cost: float, stage: int, content: str
+) -> Planned:
+    """A task of an action, which also writes 'done' and its name; see `Task`."""
+    task = Task(
+        name=name,
+        reads=frozenset(reads),
+        writes=frozenset(writes | {f"done {name}"}),
+        cost=cost,
+        stage=stage,
+        content=content,
+    )
+    return Planned(task=task, action=action)
+
+
 def build_graph(context: Context, fingerprint: str, *, writes: bool = True) -> list[Planned]:
     """All tasks of a quantisation, in the order of the layers.
 
@@ -39,12 +54,12 @@ def build_graph(context: Context, fingerprint: str, *, writes: bool = True) -> l
     """
     job, config = context.job, context.job.files.manifest.config
     layers = config.layers if context.calibration is not None else 0
-    planned = [part for part in job.parts if _calibrated(job, part, layers)]
+    run = [part for part in job.parts if _calibrated(job, part, layers)]
     others = [part for part in job.parts if not _calibrated(job, part, layers)]
     graph = _Graph(context=context, fingerprint=fingerprint, writes=writes)
     tasks = list(graph.start()) if layers else []
     for layer in range(layers):
-        tasks.extend(graph.layer(layer, [part for part in planned if _at(job, part, layer)], last=layer == layers - 1))
+        tasks.extend(graph.layer(layer, [part for part in run if _at(job, part, layer)], last=layer == layers - 1))
     if not writes:
         return tasks
     for part in others:
@@ -78,15 +93,7 @@ class _Graph:
     writes: bool
 
     def task(self, name: str, action: Action, *, reads: set[str], writes: set[str], cost: float, stage: int) -> Planned:
-        task = Task(
-            name=name,
-            reads=frozenset(reads),
-            writes=frozenset(writes | {f"done {name}"}),
-            cost=cost,
-            stage=stage,
-            content=self.fingerprint,
-        )
-        return Planned(task=task, action=action)
+        return planned(name, action, reads=reads, writes=writes, cost=cost, stage=stage, content=self.fingerprint)
 
     def start(self) -> Iterator[Planned]:
         for shard in self.context.used_shards:
@@ -111,9 +118,9 @@ class _Graph:
                 stage=layer,
             )
         scanned = self._scanned(routed)
-        bounds = list(_bounds(experts))
+        bounds = list(expert_bounds(experts))
         for first, stop in bounds if scanned else ():
-            some = tuple(_some(part, first, stop) for part in scanned)
+            some = tuple(some_cells(part, first, stop) for part in scanned)
             yield self.task(
                 f"{name} scan {first}-{stop - 1}",
                 Scan(layer=layer, first=first, parts=some),
@@ -134,7 +141,7 @@ class _Graph:
         for part in alone if self.writes else ():
             yield self.write(part, planned=layer, stage=layer)
         for first, stop in bounds if runs_experts else ():
-            some = tuple(_some(part, first, stop) for part in routed)
+            some = tuple(some_cells(part, first, stop) for part in routed)
             tokens = sum(sum(context.lengths_of(shard)) for shard in shards)
             rate = tokens * job.files.manifest.config.moe.router.top_k / experts
             yield self.task(
@@ -182,14 +189,15 @@ class _Graph:
         return [part for part in routed if part.name in ("ffn.gate", "ffn.up") and part.match.scheme is not None]
 
 
-def _bounds(experts: int) -> Iterator[tuple[int, int]]:
+def expert_bounds(experts: int) -> Iterator[tuple[int, int]]:
     """(first, stop) of each task's experts: contiguous, as even as they can be."""
     tasks = min(experts, MOST_EXPERT_TASKS)
     for index in range(tasks):
         yield index * experts // tasks, (index + 1) * experts // tasks
 
 
-def _some(part: Part, first: int, stop: int) -> Part:
+def some_cells(part: Part, first: int, stop: int) -> Part:
+    """Cells `first` to `stop` of a part."""
     return Part(match=part.match, layer=part.layer, cells=part.cells[first:stop])
 
 

@@ -45,11 +45,6 @@ def sample_key(layer: int, shard: int) -> str:
     return f"x-{layer:05}/{shard:02}"
 
 
-def save_samples(work: WorkFolder, layer: int, shard: int, samples: Sequence[Sample]) -> None:
-    """Keeps a shard's samples before a layer."""
-    stream_samples(work, layer, shard, samples, [len(sample.x) for sample in samples])
-
-
 def stream_samples(work: WorkFolder, layer: int, shard: int, samples: Iterable[Sample], lengths: Sequence[int]) -> None:
     """Keeps a shard's samples before a layer as they come; one is in memory at a time."""
     rows = ({"x": sample.x, "selected": sample.selected} for sample in samples)
@@ -57,7 +52,7 @@ def stream_samples(work: WorkFolder, layer: int, shard: int, samples: Iterable[S
 
 
 def load_samples(work: WorkFolder, layer: int, shard: int, lengths: Sequence[int]) -> list[Sample]:
-    """What `save_samples` kept."""
+    """What `stream_samples` kept."""
     arrays, samples, start = work.load(sample_key(layer, shard)), [], 0
     for index, length in enumerate(lengths):
         selected = np.asarray(arrays["selected"][index]) if "selected" in arrays else None

@@ -124,12 +124,30 @@ class LayerRunner:
         self._grams = grams
         self._weights = jax.device_put(dict(weights), device)
 
+    @property
+    def config(self) -> DecoderConfig:
+        """A model of this one layer."""
+        return self._one
+
+    @property
+    def width(self) -> int:
+        """Tokens of a sample, padding included."""
+        return self._width
+
+    @property
+    def weights(self) -> Mapping[str, jax.Array]:
+        """On the device, named as `load_layer` does."""
+        return self._weights
+
+    def placed(self, sample: Sample) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """A sample on the device: its padded stream, its length, the last choice of keys."""
+        x = np.zeros((self._width, *sample.x.shape[1:]), np.float32)
+        x[: len(sample.x)] = sample.x
+        return jax.device_put((x, np.int32(len(sample.x)), sample.selected), self._device)
+
     def attend(self, sample: Sample) -> tuple[Attended, dict[str, InputStats]]:
         """The first half of the layer, or all of a dense one; and what its linear layers were fed, by tap."""
-        length = len(sample.x)
-        x = np.zeros((self._width, *sample.x.shape[1:]), np.float32)
-        x[:length] = sample.x
-        arguments = jax.device_put((x, np.int32(length), sample.selected), self._device)
+        length, arguments = len(sample.x), self.placed(sample)
         results, selected, stats = _run_sample(self._one, self._width, self._grams, self._weights, *arguments)
         fields = {name: np.asarray(array)[:length] for name, array in results.items()}
         chosen = None if selected is None else np.asarray(selected)

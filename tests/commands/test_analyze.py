@@ -38,6 +38,7 @@ def test_analyze(capsys: Capture, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     assert "linear layers, most sensitive by error w4a8-g128" in outcome.out
     assert "suggested for 400,000 bytes" in outcome.out
+    assert "calibration: 3 samples, " in outcome.out and " tokens of 1 domains" in outcome.out
     analysis = json.loads((out / "analysis.json").read_text(encoding="utf-8"))
     assert yaml.safe_load((out / "ranking.yaml").read_text(encoding="utf-8")) == analysis["ranking"]
     assert analysis["calibration"]["samples"] == 3
@@ -61,6 +62,7 @@ def test_analyze(capsys: Capture, tmp_path: Path) -> None:
             "none of w8a8-g128 has 16-bit activations",
             ("--schemes", "w8a8-g128", "--budget", "1MB", "--activation-bits", 16),
         ),
+        ("--activation-bits 8 is of the suggested recipe: give --budget too", ("--activation-bits", 8)),
         ("a budget of 1,000 bytes is too small", ("--budget", "1000")),
         ("--top-k 0 is below 1", ("--top-k", 0)),
         ("absent.txt", ("--calib", "absent.txt")),

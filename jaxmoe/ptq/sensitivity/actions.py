@@ -7,10 +7,8 @@ Nothing is rounded into a file. What is kept of the activations is bounded: `KEP
 `EXPERT_ROWS` of each expert.
 """
 
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
@@ -19,19 +17,20 @@ import numpy as np
 from jaxmoe.errors import WeightsError
 from jaxmoe.ops.experts import Activation
 from jaxmoe.ptq.actions import Action, Context, Record
-from jaxmoe.ptq.expert_action import gather_rows
+from jaxmoe.ptq.expert_action import RoutedRows
 from jaxmoe.ptq.expert_run import run_expert
-from jaxmoe.ptq.job import Part, tap_of_match
+from jaxmoe.ptq.job import FLOAT32, Part, tap_of_match
 from jaxmoe.ptq.layer_files import (
     attended_key,
     expert_key,
     load_samples,
     packed_stats,
     plan_key,
-    save_samples,
     stats_key,
+    stream_rows,
+    stream_samples,
 )
-from jaxmoe.ptq.layer_run import Sample, layer_config, load_layer
+from jaxmoe.ptq.layer_run import Sample
 from jaxmoe.ptq.sensitivity.measure import (
     Schemes,
     expert_errors,
@@ -52,160 +51,117 @@ EXPERT_ROWS: Final = 64
 PROJECTIONS: Final = ("gate", "up", "down")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnalysisContext:
-    """What the tasks of an analysis work with."""
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    """What the samples of a shard fed a layer so far."""
 
-    base: Context
-    """The quantiser's, of a job that quantises nothing."""
-    schemes: Schemes
-    """Candidates."""
-    _layers: dict[Any, tuple[int, dict[str, jax.Array]]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    spreads: dict[str, Spread]
+    """By tap."""
+    rows: dict[str, list[np.ndarray]]
+    """By tap: a few tokens of each sample."""
+    cache: dict[str, np.ndarray]
+    """By table: (noise, signal)."""
 
-    def weights(self, layer: int, device: Any) -> dict[str, jax.Array]:
-        """All but the routed experts of a layer on a device; the last layer of each device is kept."""
-        with self._lock:
-            kept = self._layers.get(device)
-        if kept is not None and kept[0] == layer:
-            return kept[1]
-        job = self.base.job
-        placed = jax.device_put(load_layer(job.source, job.files.manifest, layer), device)
-        with self._lock:
-            self._layers[device] = (layer, placed)
-        return placed
-
-    @property
-    def width(self) -> int:
-        """Tokens of a sample, padding included."""
-        assert self.base.calibration is not None
-        return self.base.calibration.tokens.shape[1]
-
-    @property
-    def kept_rows(self) -> int:
-        """Tokens that are kept of each sample and tap."""
-        assert self.base.calibration is not None
-        return -(-KEPT_ROWS // len(self.base.calibration.lengths))
-
-
-class Step(ABC):
-    """What a task of an analysis does; it may run again, anywhere, with the same result."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def run(self, context: AnalysisContext, device: Any) -> Record:
-        """Does it."""
+    def arrays(self) -> dict[str, np.ndarray | None]:
+        """For a file."""
+        seen: dict[str, np.ndarray | None] = {}
+        for tap, spread in self.spreads.items():
+            seen |= {f"spread:{tap}:{name}": array for name, array in spread.arrays().items()}
+            seen[f"rows:{tap}"] = np.concatenate(self.rows[tap])
+        return {**seen, **{f"cache:{table}": errors for table, errors in self.cache.items()}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observe(Step):
+class Observe(Action):
     """A shard's samples through a layer, as `Attend` does it, and what its linear layers were fed."""
 
     layer: int
     shard: int
     taps: tuple[str, ...]
 
-    def run(self, context: AnalysisContext, device: Any) -> Record:
+    def run(self, context: Context, device: Any) -> Record:
         """See the class."""
-        base, weights = context.base, context.weights(self.layer, device)
-        config = layer_config(base.job.files.manifest.config, self.layer)
-        halves, spreads, rows, cache, chosen = [], [], [], [], []
-        for sample in load_samples(base.work, self.layer, self.shard, base.lengths_of(self.shard)):
-            length = len(sample.x)
-            results, selected, spread, kept, errors = watch_layer(
-                config, context.width, self.taps, weights, *_placed(sample, context.width, device), context.kept_rows
-            )
-            half = {name: np.asarray(array)[:length] for name, array in results.items()}
-            if not all(np.isfinite(half[name]).all() for name in ("stream", "normed") if name in half):
-                raise WeightsError(f"layer {self.layer} of the float model gives NaN or infinite values on the samples")
-            halves.append(half)
-            chosen.append(None if selected is None else np.asarray(selected))
-            spreads.append({name: rescaled(*each) for name, each in spread.items()})
-            rows.append({name: np.asarray(array) for name, array in kept.items()})
-            cache.append({name: np.asarray(sides, np.float64) for name, sides in errors.items()})
-        self._save(context, spreads, rows, cache)
-        if "normed" not in halves[0]:
-            after = [Sample(x=half["stream"], selected=keys) for half, keys in zip(halves, chosen, strict=True)]
-            save_samples(base.work, self.layer + 1, self.shard, after)
-            return {}
-        arrays: dict[str, np.ndarray | None] = {
-            name: np.concatenate([half[name] for half in halves]) for name in halves[0]
-        }
-        arrays["selected"] = None if chosen[0] is None else np.stack([keys for keys in chosen if keys is not None])
-        base.work.save(attended_key(self.layer, self.shard), arrays)
-        return {}
-
-    def _save(
-        self,
-        context: AnalysisContext,
-        spreads: list[dict[str, Spread]],
-        rows: list[dict[str, np.ndarray]],
-        cache: list[dict[str, np.ndarray]],
-    ) -> None:
-        work = context.base.work
-        seen: dict[str, np.ndarray | None] = {}
-        for tap in self.taps:
-            merged = Spread.merge_all(spread[tap] for spread in spreads)
-            seen |= {f"spread:{tap}:{name}": array for name, array in merged.arrays().items()}
-            seen[f"rows:{tap}"] = np.concatenate([kept[tap] for kept in rows])
-        for table in cache[0]:
-            seen[f"cache:{table}"] = np.add.reduce([errors[table] for errors in cache])
-        work.save(seen_key(self.layer, self.shard), seen)
+        lengths, dense = context.lengths_of(self.shard), context.job.files.manifest.config.dense_layers
+        seen = _Seen(spreads={}, rows={tap: [] for tap in self.taps}, cache={})
+        halves = self._halves(context, device, seen)
+        if self.layer < dense:
+            after = (Sample(x=half["stream"], selected=half["selected"]) for half in halves)
+            stream_samples(context.work, self.layer + 1, self.shard, after, lengths)
+        else:
+            stream_rows(context.work, attended_key(self.layer, self.shard), halves, lengths)
+        context.work.save(seen_key(self.layer, self.shard), seen.arrays())
         # What PlanLayer adds up for smoothing, of which there is none here.
         nothing = InputStats(absmax=np.zeros(1, np.float32), squares=np.zeros(1), count=np.asarray(0))
-        work.save(stats_key(self.layer, self.shard), packed_stats({"none": nothing}))
+        context.work.save(stats_key(self.layer, self.shard), packed_stats({"none": nothing}))
+        return {}
+
+    def _halves(self, context: Context, device: Any, seen: _Seen) -> Iterator[dict[str, Any]]:
+        """Fields of `Attended` of each sample; what it fed the layer is added to `seen`."""
+        runner = context.runner(self.layer, device)
+        for sample in load_samples(context.work, self.layer, self.shard, context.lengths_of(self.shard)):
+            results, selected, spreads, kept, errors = watch_layer(
+                runner.config, runner.width, self.taps, runner.weights, *runner.placed(sample), kept_rows(context)
+            )
+            half: dict[str, Any] = {name: np.asarray(array)[: len(sample.x)] for name, array in results.items()}
+            if not all(np.isfinite(half[name]).all() for name in ("stream", "normed") if name in half):
+                raise WeightsError(f"layer {self.layer} of the float model gives NaN or infinite values on the samples")
+            for tap, spread in spreads.items():
+                before = [seen.spreads[tap]] if tap in seen.spreads else []
+                seen.spreads[tap] = Spread.merge_all([*before, rescaled(*spread)])
+                seen.rows[tap].append(np.asarray(kept[tap]))
+            for table, sides in errors.items():
+                seen.cache[table] = seen.cache.get(table, np.zeros(2)) + np.asarray(sides, np.float64)
+            yield {**half, "selected": None if selected is None else np.asarray(selected)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measure(Step):
+class Measure(Action):
     """What each scheme costs a linear layer outside the routed experts."""
 
     layer: int
     part: Part
+    schemes: Schemes
 
-    def run(self, context: AnalysisContext, device: Any) -> Record:
+    def run(self, context: Context, device: Any) -> Record:
         """See the class."""
-        base, match = context.base, self.part.match
-        tap = tap_of_match(match, base.job.matches)
-        assert tap is not None, match.entry.path
+        tap = tap_of_match(self.part.match, context.job.matches)
+        assert tap is not None, self.part.match.entry.path
         rows = np.concatenate(
-            [base.work.array(seen_key(self.layer, shard), f"rows:{tap}") for shard in base.used_shards]
+            [context.work.array(seen_key(self.layer, shard), f"rows:{tap}") for shard in context.used_shards]
         )
-        weight = _read(base, self.part)
-        errors = np.asarray(linear_errors(*jax.device_put((rows, weight), device), context.schemes), np.float64)
-        base.work.save(measure_key(self.layer, self.part.name), {"errors": errors})
+        weight = context.runner(self.layer, device).weights[self.part.name][0]
+        errors = np.asarray(linear_errors(jax.device_put(rows, device), weight, self.schemes), np.float64)
+        context.work.save(measure_key(self.layer, self.part.name), {"errors": errors})
         return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe(Step):
+class Probe(Action):
     """What each scheme costs the layer outside its routed experts, and how it disturbs routing, on one sample."""
 
     layer: int
     chosen: frozenset[str]
     """Local names of the weights that are quantised."""
+    schemes: Schemes
 
-    def run(self, context: AnalysisContext, device: Any) -> Record:
+    def run(self, context: Context, device: Any) -> Record:
         """See the class."""
-        base, shard = context.base, context.base.used_shards[0]
-        weights = context.weights(self.layer, device)
-        config = layer_config(base.job.files.manifest.config, self.layer)
-        sample = load_samples(base.work, self.layer, shard, base.lengths_of(shard))[0]
-        placed = _placed(sample, context.width, device)
-        exact = layer_results(config, context.width, weights, *placed)
+        runner, shard = context.runner(self.layer, device), context.used_shards[0]
+        sample = load_samples(context.work, self.layer, shard, context.lengths_of(shard))[0]
+        placed = runner.placed(sample)
+        exact = layer_results(runner.config, runner.width, runner.weights, *placed)
         seen = []
-        for scheme in context.schemes:
-            quantised = quantised_weights(weights, self.chosen, scheme)
-            results = layer_results(config, context.width, quantised, *placed)
+        for scheme in self.schemes:
+            quantised = quantised_weights(runner.weights, self.chosen, scheme)
+            results = layer_results(runner.config, runner.width, quantised, *placed)
             seen.append(layer_errors(results, exact, placed[1]))
         arrays = {name: np.stack([np.asarray(each[name]) for each in seen]) for name in seen[0]}
-        base.work.save(probe_key(self.layer), {**arrays, "tokens": np.asarray(len(sample.x))})
+        context.work.save(probe_key(self.layer), {**arrays, "tokens": np.asarray(len(sample.x))})
         return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObserveExperts(Step):
+class ObserveExperts(Action):
     """Experts `first` to `stop`: their outputs for the next layer, and what each scheme costs them."""
 
     layer: int
@@ -213,31 +169,26 @@ class ObserveExperts(Step):
     stop: int
     parts: tuple[Part, ...]
     """The layer's expert parameters, these experts only."""
-    keeps_output: bool
+    keeps: bool
+    """Whether what they make of their tokens is kept for the next layer."""
+    schemes: Schemes
 
-    def run(self, context: AnalysisContext, device: Any) -> Record:
+    def run(self, context: Context, device: Any) -> Record:
         """See the class."""
-        base = context.base
-        plan = base.work.load(plan_key(self.layer))
-        moe = base.job.files.manifest.config.moe
+        plan = context.work.load(plan_key(self.layer))
+        moe = context.job.files.manifest.config.moe
         activation = Activation(kind=moe.activation, limit=moe.limit)
-        shares = _shares(base, plan, self.layer)
+        shares = _shares(context, plan, self.layer)
         columns: dict[str, list[np.ndarray]] = {"linear": [], "block": [], "tokens": [], "tried": []}
         spreads: dict[str, list[Spread]] = {"in": [], "hidden": []}
         for expert in range(self.first, self.stop):
-            weights = {part.name.removeprefix("ffn."): _read(base, part, expert - self.first) for part in self.parts}
-            rows = gather_rows(base, plan, self.layer, expert)
-            if self.keeps_output:
-                seen = run_expert(weights, rows, activation=activation, grams=frozenset(), device=device)
-                if not np.isfinite(seen.out).all():
-                    raise WeightsError(
-                        f"layer {self.layer}, expert {expert} of the float model gives NaN or infinite values on the "
-                        "samples"
-                    )
-                base.work.save(expert_key(self.layer, expert), {"out": seen.out})
+            weights = {part.name.removeprefix("ffn."): _read(context, part, expert - self.first) for part in self.parts}
+            rows = RoutedRows(context, plan, self.layer, expert)
+            if self.keeps:
+                self._keep(context, expert, weights, rows, activation, device)
             own = shares[plan["first"][expert] : plan["first"][expert + 1]]
             tried, share = _evenly(rows, own)
-            result = expert_errors(*jax.device_put((weights, tried, share), device), activation, context.schemes)
+            result = expert_errors(*jax.device_put((weights, tried, share), device), activation, self.schemes)
             columns["linear"].append(np.asarray(result["linear"], np.float64))
             columns["block"].append(np.asarray(result["block"], np.float64))
             columns["tokens"].append(np.asarray(len(rows)))
@@ -247,19 +198,33 @@ class ObserveExperts(Step):
         arrays = {name: np.stack(values) for name, values in columns.items()}
         for name, each in spreads.items():
             arrays |= {f"spread:{name}:{key}": array for key, array in Spread.merge_all(each).arrays().items()}
-        base.work.save(experts_key(self.layer, self.first), arrays)
+        context.work.save(experts_key(self.layer, self.first), arrays)
         return {}
 
+    def _keep(
+        self,
+        context: Context,
+        expert: int,
+        weights: Mapping[str, np.ndarray],
+        rows: RoutedRows,
+        activation: Activation,
+        device: Any,
+    ) -> None:
+        """Runs an expert for the next layer, its output straight into its file."""
+        shape = (len(rows), context.job.files.manifest.config.embed)
+        with context.work.filling(expert_key(self.layer, expert), {"out": (FLOAT32, shape)}) as places:
+            seen = run_expert(weights, rows, activation=activation, grams=frozenset(), device=device, out=places["out"])
+            if not seen.finite:
+                raise WeightsError(
+                    f"layer {self.layer}, expert {expert} of the float model gives NaN or infinite values on the "
+                    "samples"
+                )
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reused(Step):
-    """A task of the quantiser as it is."""
 
-    action: Action
-
-    def run(self, context: AnalysisContext, device: Any) -> Record:
-        """See the class."""
-        return self.action.run(context.base, device)
+def kept_rows(context: Context) -> int:
+    """Tokens that are kept of each sample and tap."""
+    assert context.calibration is not None
+    return -(-KEPT_ROWS // len(context.calibration.lengths))
 
 
 def seen_key(layer: int, shard: int) -> str:
@@ -288,27 +253,33 @@ def unpacked_spread(arrays: Mapping[str, np.ndarray], name: str) -> Spread:
     return Spread.from_arrays({key.removeprefix(prefix): a for key, a in arrays.items() if key.startswith(prefix)})
 
 
-def _placed(sample: Sample, width: int, device: Any) -> tuple[Any, Any, Any]:
-    x = np.zeros((width, *sample.x.shape[1:]), np.float32)
-    x[: len(sample.x)] = sample.x
-    return jax.device_put((x, np.int32(len(sample.x)), sample.selected), device)
-
-
 def _read(context: Context, part: Part, index: int = 0) -> np.ndarray:
     whole = tuple(slice(0, size) for size in cell_shape(part.match.entry))
     return context.job.source.read(part.match.entry, part.cells[index][0], whole).astype(np.float32)
 
 
 def _shares(context: Context, plan: Mapping[str, np.ndarray], layer: int) -> np.ndarray:
-    """Combine weight of each (token, expert) pair in the plan's order."""
-    flat = [np.asarray(context.work.array(attended_key(layer, shard), "weights")) for shard in context.used_shards]
+    """How much of an expert's output enters the residual stream, by (token, expert) pair in the plan's order.
+
+    The combine weight; with hyper-connections times the root of the sum of squares of the token's gates: so large are
+    the additions to all streams together.
+    """
+    flat = []
+    for shard in context.used_shards:
+        arrays = context.work.load(attended_key(layer, shard))
+        weights = np.asarray(arrays["weights"])
+        if "gates" in arrays:
+            weights = weights * np.sqrt(np.square(np.asarray(arrays["gates"])).sum(axis=1, keepdims=True))
+        flat.append(weights)
     return np.concatenate(flat).reshape(-1)[np.asarray(plan["pairs"])]
 
 
-def _evenly(rows: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most `EXPERT_ROWS` of an expert's tokens, evenly spaced, zeros behind them; and their combine weights."""
+def _evenly(rows: RoutedRows, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most `EXPERT_ROWS` of an expert's tokens, evenly spaced, zeros behind them; and their shares."""
     count = min(len(rows), EXPERT_ROWS)
     places = np.arange(count) * len(rows) // max(1, count)
-    tried, share = np.zeros((EXPERT_ROWS, rows.shape[1]), np.float32), np.zeros(EXPERT_ROWS, np.float32)
-    tried[:count], share[:count] = rows[places], shares[places]
+    tried, share = np.zeros((EXPERT_ROWS, rows[:0].shape[1]), np.float32), np.zeros(EXPERT_ROWS, np.float32)
+    for index, place in enumerate(places.tolist()):
+        tried[index] = rows[place : place + 1][0]
+    share[:count] = shares[places]
     return tried, share

@@ -7,7 +7,6 @@ over them run on the host in a fixed order.
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -16,25 +15,23 @@ import jax
 import jaxmoe
 from jaxmoe.errors import RecipeError
 from jaxmoe.nn.param import Role
-from jaxmoe.ptq.actions import Clean, Context, Embed, Join, PlanLayer, Record
+from jaxmoe.ptq.actions import Action, Clean, Context, Embed, Join, PlanLayer, Record
 from jaxmoe.ptq.calib import Calibration
-from jaxmoe.ptq.graph import MOST_EXPERT_TASKS
+from jaxmoe.ptq.graph import Planned, expert_bounds, planned, some_cells
 from jaxmoe.ptq.job import Job, Part, is_routed, make_job, tap_of_match
 from jaxmoe.ptq.layer_files import attended_key, expert_key, plan_key, sample_key, stats_key
 from jaxmoe.ptq.recipe import FLOAT, CalibrationRecipe, Recipe, Rule
 from jaxmoe.ptq.sensitivity.actions import (
-    AnalysisContext,
     Measure,
     Observe,
     ObserveExperts,
     Probe,
-    Reused,
-    Step,
     experts_key,
     measure_key,
     probe_key,
     seen_key,
 )
+from jaxmoe.ptq.sensitivity.measure import Schemes
 from jaxmoe.ptq.sensitivity.summary import LINEAR_METRICS, Summarise
 from jaxmoe.ptq.tasks.run import Summary, run_tasks
 from jaxmoe.ptq.tasks.task import Task
@@ -56,12 +53,6 @@ PROTECTED: Final = FLOAT_ROLES | {
 }
 """Roles that no suggestion quantises: what decides where attention and routing look, a small part of all bytes."""
 DEFAULT_SCHEMES: Final = ("w8a8-channel", "w8a8-g128", "w4a8-g128", "w8a16-g128")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    task: Task
-    action: Step
 
 
 def float_job(files: ModelFiles) -> Job:
@@ -127,12 +118,11 @@ def analyze(
     """
     check_schemes(job, schemes)
     shards = ShardFiles(work, (), (), job.output.index_name)
-    base = Context(job=job, shards=shards, work=WorkFolder(work), calibration=calibration, grams=frozenset())
-    context = AnalysisContext(base=base, schemes=tuple(schemes))
-    planned = list(_graph(context))
-    actions = {each.task.name: each.action for each in planned}
+    context = Context(job=job, shards=shards, work=WorkFolder(work), calibration=calibration, grams=frozenset())
+    graph = list(_graph(context, tuple(schemes)))
+    actions = {each.task.name: each.action for each in graph}
     records: dict[str, Record] = {}
-    total = sum(each.task.cost for each in planned)
+    total = sum(each.task.cost for each in graph)
     done = [0.0]
 
     def execute(task: Task, device: Any) -> None:
@@ -145,7 +135,7 @@ def analyze(
 
     workers = list(devices) or jax.devices()[:1]
     shared_cores = all(device.platform == "cpu" for device in workers)
-    summary = run_tasks([each.task for each in planned], execute, workers, on_done=on_done, shared_cores=shared_cores)
+    summary = run_tasks([each.task for each in graph], execute, workers, on_done=on_done, shared_cores=shared_cores)
     layers = [records[f"layer {layer} summarise"] for layer in range(job.files.manifest.config.layers)]
     return _result(job, calibration, schemes, layers), summary
 
@@ -202,75 +192,72 @@ def _parts_of(job: Job, layer: int) -> list[Part]:
     return [p for p in job.parts if p.layer == layer and p.match.entry.path.partition(".")[0] in stacks]
 
 
-def _graph(context: AnalysisContext) -> Iterator[_Planned]:
-    layers = context.base.job.files.manifest.config.layers
-    for shard in context.base.used_shards:
-        yield _planned(f"embed {shard}", Reused(action=Embed(shard=shard)), set(), {sample_key(0, shard)}, 1.0, 0)
+def _graph(context: Context, schemes: Schemes) -> Iterator[Planned]:
+    layers = context.job.files.manifest.config.layers
+    for shard in context.used_shards:
+        yield _task(f"embed {shard}", Embed(shard=shard), set(), {sample_key(0, shard)}, 1.0, 0)
     for layer in range(layers):
-        yield from _layer_graph(context, layer, last=layer == layers - 1)
+        yield from _layer_graph(context, schemes, layer, last=layer == layers - 1)
 
 
-def _layer_graph(context: AnalysisContext, layer: int, *, last: bool) -> Iterator[_Planned]:
-    base, name = context.base, f"layer {layer}"
-    job, shards = base.job, base.used_shards
+def _layer_graph(context: Context, schemes: Schemes, layer: int, *, last: bool) -> Iterator[Planned]:
+    name, job, shards = f"layer {layer}", context.job, context.used_shards
+    assert context.calibration is not None
     parts, alone = _parts_of(job, layer), measured_parts(job, layer)
     routed = [part for part in parts if is_routed(part.match.entry)]
     experts = len(routed[0].cells) if routed else 0
     taps = tuple(sorted({tap for part in alone if (tap := tap_of_match(part.match, job.matches)) is not None}))
-    tokens = sum(sum(base.lengths_of(shard)) for shard in shards)
+    tokens = sum(sum(context.lengths_of(shard)) for shard in shards)
     size = float(sum(math.prod(cell_shape(part.match.entry)) for part in parts if not is_routed(part.match.entry)))
-    tries = 2 * len(context.schemes)
+    tries = 2 * len(schemes)
     after = {sample_key(layer + 1, shard) for shard in shards}
     for shard in shards:
         writes = {attended_key(layer, shard)} if experts else {sample_key(layer + 1, shard)}
         writes |= {seen_key(layer, shard), stats_key(layer, shard)}
-        cost = size * sum(base.lengths_of(shard))
+        cost = size * sum(context.lengths_of(shard))
         action = Observe(layer=layer, shard=shard, taps=taps)
-        yield _planned(f"{name} observe {shard}", action, {sample_key(layer, shard)}, writes, cost, layer)
+        yield _task(f"{name} observe {shard}", action, {sample_key(layer, shard)}, writes, cost, layer)
     seen = {seen_key(layer, shard) for shard in shards}
     left = set(seen)
     for part in alone:
         key, cost = measure_key(layer, part.name), 256.0 * tries * math.prod(cell_shape(part.match.entry))
-        yield _planned(f"{name} measure {part.name}", Measure(layer=layer, part=part), seen, {key}, cost, layer)
+        measure = Measure(layer=layer, part=part, schemes=schemes)
+        yield _task(f"{name} measure {part.name}", measure, seen, {key}, cost, layer)
         left.add(key)
-    chosen = frozenset(part.name for part in alone if part.match.entry.role not in PROTECTED)
-    cost = size * tries * context.width
-    first = {sample_key(layer, shards[0])}
-    yield _planned(f"{name} probe", Probe(layer=layer, chosen=chosen), first, {probe_key(layer)}, cost, layer)
+    probe = Probe(
+        layer=layer,
+        chosen=frozenset(part.name for part in alone if part.match.entry.role not in PROTECTED),
+        schemes=schemes,
+    )
+    cost = size * tries * context.calibration.tokens.shape[1]
+    yield _task(f"{name} probe", probe, {sample_key(layer, shards[0])}, {probe_key(layer)}, cost, layer)
     left.add(probe_key(layer))
-    bounds = [_bounds(experts, index) for index in range(min(experts, MOST_EXPERT_TASKS))]
+    bounds = list(expert_bounds(experts))
     if experts:
         plan = PlanLayer(layer=layer, parts=tuple(parts), scans=(), experts=experts)
         reads = {attended_key(layer, shard) for shard in shards} | {stats_key(layer, shard) for shard in shards}
-        yield _planned(f"{name} plan", Reused(action=plan), reads, {plan_key(layer)}, 1.0, layer)
-    for first_expert, stop in bounds:
-        some = tuple(Part(match=part.match, layer=part.layer, cells=part.cells[first_expert:stop]) for part in routed)
-        observe = ObserveExperts(layer=layer, first=first_expert, stop=stop, parts=some, keeps_output=not last)
+        yield _task(f"{name} plan", plan, reads, {plan_key(layer)}, 1.0, layer)
+    for first, stop in bounds:
+        some = tuple(some_cells(part, first, stop) for part in routed)
+        observe = ObserveExperts(layer=layer, first=first, stop=stop, parts=some, keeps=not last, schemes=schemes)
         elements = sum(len(part.cells) * math.prod(cell_shape(part.match.entry)) for part in some)
         cost = elements * (tokens * job.files.manifest.config.moe.router.top_k / experts + 64.0 * tries)
-        writes = {experts_key(layer, first_expert)}
-        if not last:
-            writes |= {expert_key(layer, expert) for expert in range(first_expert, stop)}
-        task = f"{name} experts {first_expert}-{stop - 1}"
-        yield _planned(task, observe, {plan_key(layer)}, writes, cost, layer)
-        left.add(experts_key(layer, first_expert))
+        outputs = set() if last else {expert_key(layer, expert) for expert in range(first, stop)}
+        writes = {experts_key(layer, first)} | outputs
+        yield _task(f"{name} experts {first}-{stop - 1}", observe, {plan_key(layer)}, writes, cost, layer)
+        left.add(experts_key(layer, first))
     if experts and not last:
         outputs = {expert_key(layer, expert) for expert in range(experts)}
         for shard in shards:
-            join = Reused(action=Join(layer=layer, shard=shard))
-            yield _planned(f"{name} join {shard}", join, outputs, {sample_key(layer + 1, shard)}, 1.0, layer)
-    summarise = Summarise(layer=layer, alone=alone, routed=tuple(routed), firsts=tuple(first for first, _ in bounds))
-    row = f"summary {layer}"
-    yield _planned(f"{name} summarise", summarise, left, {row}, 1.0, layer)
-    read = {row} | (after if not (last and experts) else set())
-    yield _planned(f"{name} clean", Reused(action=Clean(layer=layer)), read, set(), 0.0, layer)
+            join = Join(layer=layer, shard=shard)
+            yield _task(f"{name} join {shard}", join, outputs, {sample_key(layer + 1, shard)}, 1.0, layer)
+    summarise = Summarise(
+        layer=layer, alone=alone, routed=tuple(routed), firsts=tuple(first for first, _ in bounds), schemes=schemes
+    )
+    yield _task(f"{name} summarise", summarise, left, set(), 1.0, layer)
+    read = {f"done {name} summarise"} | (after if not (last and experts) else set())
+    yield _task(f"{name} clean", Clean(layer=layer), read, set(), 0.0, layer)
 
 
-def _planned(name: str, action: Step, reads: set[str], writes: set[str], cost: float, stage: int) -> _Planned:
-    task = Task(name=name, reads=frozenset(reads), writes=frozenset(writes), cost=cost, stage=stage, content="analysis")
-    return _Planned(task=task, action=action)
-
-
-def _bounds(experts: int, index: int) -> tuple[int, int]:
-    tasks = min(experts, MOST_EXPERT_TASKS)
-    return index * experts // tasks, (index + 1) * experts // tasks
+def _task(name: str, action: Action, reads: set[str], writes: set[str], cost: float, stage: int) -> Planned:
+    return planned(name, action, reads=reads, writes=writes, cost=cost, stage=stage, content="analysis")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from jaxmoe.nn.block import HalfState
 from jaxmoe.nn.config import DecoderConfig
 from jaxmoe.ops.experts import Activation
 from jaxmoe.ops.linear import linear
@@ -50,7 +51,7 @@ def expert_errors(
     Args:
         weights: gate, up, down and perhaps biases in float32.
         rows: the expert's tokens, zeros at the end.
-        share: combine weight of each token; 0 where there is none.
+        share: how much of what it makes of each token enters the residual stream; 0 where there is none.
         activation: between the projections.
         schemes: candidates.
     """
@@ -79,7 +80,7 @@ def watch_layer(
     config: DecoderConfig,
     width: int,
     names: tuple[str, ...],
-    weights: dict[str, Weight],
+    weights: Mapping[str, Weight],
     x: jax.Array,
     length: jax.Array,
     selected: jax.Array | None,
@@ -99,7 +100,7 @@ def watch_layer(
         selected: likewise.
         kept_rows: rows of each tap to keep, evenly spaced; if the sample has fewer tokens, some come twice.
     """
-    seen = forward_layer(config, width, weights, x, length, selected)
+    seen = forward_layer(config, width, dict(weights), x, length, selected)
     places = (jnp.arange(kept_rows, dtype=jnp.int32) * length) // kept_rows
     spreads = {name: spread_of(seen.taps[name], seen.real) for name in names}
     rows = {name: seen.taps[name][places].astype(jnp.float32) for name in names}
@@ -111,13 +112,13 @@ def watch_layer(
 def layer_results(
     config: DecoderConfig,
     width: int,
-    weights: dict[str, Weight],
+    weights: Mapping[str, Weight],
     x: jax.Array,
     length: jax.Array,
     selected: jax.Array | None,
 ) -> dict[str, jax.Array]:
     """What a layer makes of a sample, zeros at its padding: see `forward_layer`, whose arguments these are."""
-    seen = forward_layer(config, width, weights, x, length, selected)
+    seen = forward_layer(config, width, dict(weights), x, length, selected)
     return {name: _masked(array, seen.real) for name, array in seen.results.items()}
 
 
@@ -132,8 +133,7 @@ def layer_errors(results: dict[str, jax.Array], exact: dict[str, jax.Array], len
         exact: with float weights.
         length: tokens of the sample.
     """
-    parts = [_sides(results[name], exact[name]) for name in ("stream", "shared") if name in exact]
-    sides = {"sides": jnp.sum(jnp.stack(parts), axis=0)}
+    sides = {"sides": _sides(_leaving(results), _leaving(exact))}
     if "ids" not in exact:
         return sides
     same = jnp.any(exact["ids"][:, :, None] == results["ids"][:, None, :], axis=-1)
@@ -164,6 +164,15 @@ def _expert(weights: Mapping[str, Any], rows: jax.Array, activation: Activation)
 
 def _sides(result: jax.Array, exact: jax.Array) -> jax.Array:
     return jnp.stack([jnp.sum(jnp.square(result - exact)), jnp.sum(jnp.square(exact))])
+
+
+def _leaving(half: dict[str, jax.Array]) -> jax.Array:
+    """The residual stream, or streams, after a layer without its routed experts."""
+    stream = half["stream"]
+    if "shared" not in half:
+        return stream
+    whole = HalfState(stream=stream, gates=half.get("gates"), pages={}, selected=None)
+    return whole.join(half["shared"].astype(stream.dtype))
 
 
 def _masked(values: jax.Array, real: jax.Array) -> jax.Array:

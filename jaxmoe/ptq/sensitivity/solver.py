@@ -27,7 +27,6 @@ class Choice:
 class Unit:
     """Weights that share a scheme; of choices that are equally good the first is taken."""
 
-    name: str
     choices: tuple[Choice, ...]
 
 

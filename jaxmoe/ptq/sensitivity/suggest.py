@@ -138,7 +138,7 @@ def _unit(job: Job, analysis: Mapping[str, Any], roles: tuple[str, ...], schemes
         # A linear layer without an output has no error.
         error = sum((row[scheme.name] or 0.0 for row in rows), 0.0)
         choices.append(Choice(scheme=scheme.name, nbytes=_bytes(job, roles, scheme), error=error))
-    return Unit(name=", ".join(roles), choices=tuple(choices))
+    return Unit(choices=tuple(choices))
 
 
 def _bytes(job: Job, roles: tuple[str, ...], scheme: Scheme | None) -> int:

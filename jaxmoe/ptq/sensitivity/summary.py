@@ -6,18 +6,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxmoe.ptq.actions import Record
+from jaxmoe.ptq.actions import Action, Context, Record
 from jaxmoe.ptq.job import Part, tap_of_match
 from jaxmoe.ptq.sensitivity.actions import (
     PROJECTIONS,
-    AnalysisContext,
-    Step,
     experts_key,
     measure_key,
     probe_key,
     seen_key,
     unpacked_spread,
 )
+from jaxmoe.ptq.sensitivity.measure import Schemes
 from jaxmoe.ptq.sensitivity.spread import Spread
 
 LINEAR_METRICS: Final = ("std", "quantile", "kurtosis")
@@ -60,9 +59,11 @@ class LayerRow:
 
     layer: int
     mse: dict[str, float]
-    """Scheme -> mean squared error of the layer's output, its halves' and its experts' errors taken as independent."""
+    """Scheme -> mean squared error of the numbers that leave the layer: of all residual streams if there are several.
+
+    The errors of routed experts are taken as independent of each other and of the rest."""
     relative: dict[str, float | None]
-    """The same in mean squares of the residual stream."""
+    """The same in mean squares of what leaves the layer without its routed experts."""
     router_agreement: dict[str, float] | None
     """Scheme -> share of chosen experts that stay when what the router reads is disturbed; None: a dense layer."""
     cache_sqnr_db: dict[str, float | None]
@@ -70,7 +71,7 @@ class LayerRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summarise(Step):
+class Summarise(Action):
     """Adds up what the other tasks of a layer left, in a fixed order."""
 
     layer: int
@@ -79,19 +80,19 @@ class Summarise(Step):
     routed: tuple[Part, ...]
     firsts: tuple[int, ...]
     """First experts of the layer's tasks."""
+    schemes: Schemes
 
-    def run(self, context: AnalysisContext, device: Any) -> Record:
+    def run(self, context: Context, device: Any) -> Record:
         """See the class."""
-        base = context.base
-        seen = [base.work.load(seen_key(self.layer, shard)) for shard in base.used_shards]
-        names = [scheme.name for scheme in context.schemes]
+        seen = [context.work.load(seen_key(self.layer, shard)) for shard in context.used_shards]
+        names = [scheme.name for scheme in self.schemes]
         rows, spreads = [], dict[str, Spread]()
         for part in self.alone:
-            tap = tap_of_match(part.match, base.job.matches)
+            tap = tap_of_match(part.match, context.job.matches)
             assert tap is not None, part.name
             if tap not in spreads:
                 spreads[tap] = Spread.merge_all(unpacked_spread(arrays, tap) for arrays in seen)
-            errors = np.asarray(base.work.array(measure_key(self.layer, part.name), "errors"))
+            errors = np.asarray(context.work.array(measure_key(self.layer, part.name), "errors"))
             rows.append(self._row(part, spreads[tap], {n: _ratio(*e) for n, e in zip(names, errors, strict=True)}))
         expert_noise = np.zeros(len(names))
         if self.routed:
@@ -115,9 +116,9 @@ class Summarise(Step):
             worst_expert=worst,
         )
 
-    def _experts(self, context: AnalysisContext, names: list[str]) -> tuple[list[LinearRow], np.ndarray]:
+    def _experts(self, context: Context, names: list[str]) -> tuple[list[LinearRow], np.ndarray]:
         """Rows of the projections; and by scheme the noise of all experts' outputs, over all tokens."""
-        parts = [context.base.work.load(experts_key(self.layer, first)) for first in self.firsts]
+        parts = [context.work.load(experts_key(self.layer, first)) for first in self.firsts]
         tokens, tried, linear, block = (
             np.concatenate([arrays[key] for arrays in parts]) for key in ("tokens", "tried", "linear", "block")
         )
@@ -141,18 +142,18 @@ class Summarise(Step):
 
     def _layer(
         self,
-        context: AnalysisContext,
+        context: Context,
         seen: list[dict[str, np.ndarray]],
         names: list[str],
         expert_noise: np.ndarray,
     ) -> LayerRow:
-        base = context.base
-        probe = base.work.load(probe_key(self.layer))
-        embed = base.job.files.manifest.config.embed
-        probed = int(probe["tokens"]) * embed
-        all_tokens = sum(sum(base.lengths_of(shard)) for shard in base.used_shards)
+        probe = context.work.load(probe_key(self.layer))
+        config = context.job.files.manifest.config
+        numbers = config.embed * (1 if config.hyper is None else config.hyper.streams)
+        probed = int(probe["tokens"]) * numbers
+        all_tokens = sum(sum(context.lengths_of(shard)) for shard in context.used_shards)
         sides = np.asarray(probe["sides"], np.float64)
-        mse = sides[:, 0] / probed + expert_noise / (all_tokens * embed)
+        mse = sides[:, 0] / probed + expert_noise / (all_tokens * numbers)
         signal = sides[0, 1] / probed
         tables = [key.removeprefix("cache:") for key in seen[0] if key.startswith("cache:")]
         cache = {table: np.add.reduce([np.asarray(arrays[f"cache:{table}"]) for arrays in seen]) for table in tables}

@@ -87,7 +87,7 @@ class TaskQueue:
         """A fresh queue.
 
         Args:
-            tasks: all tasks; see `check_graph`.
+            tasks: all tasks; see `check_graph`; what none of them writes, none may read.
             done: names of those finished in an earlier run.
             lease_s: a worker that is not heard of for so long has died.
             max_deaths: so many workers may die of one task before it is to blame.

@@ -101,7 +101,7 @@ def run_tasks(
     second Ctrl-C does not wait for the running tasks.
 
     Args:
-        tasks: all tasks, the same in every process; see `check_graph`, which takes the inputs too.
+        tasks: all tasks, the same in every process; see `check_graph`; what none of them writes, none may read.
         execute: does a task on a worker; called in several threads; its result is durable when it returns. It may be
             called twice for one task, in two processes at a time, if a worker seemed dead.
         workers: one opaque value (a device) for each thread of this process.

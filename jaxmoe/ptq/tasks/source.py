@@ -90,10 +90,6 @@ class SharedQueue:
                 return self._queue.failure
             return Finished(totals=self._queue.totals()) if self._queue.finished else None
 
-    def task(self, name: str) -> Task | None:
-        """The task of a name, if there is one."""
-        return self._queue.task(name)  # never changes
-
     def take_now(self, worker: str) -> Task | Wait | Finished | Failed:
         """What a worker of another process gets; it must send heart-beats."""
         with self._changed:

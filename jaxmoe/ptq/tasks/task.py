@@ -28,12 +28,12 @@ class Task:
     """What the task does, for the hash: all that its result depends on besides its reads."""
 
 
-def check_graph(tasks: Sequence[Task], inputs: frozenset[str] | None = None) -> None:
+def check_graph(tasks: Sequence[Task], inputs: frozenset[str] = frozenset()) -> None:
     """Refuses tasks that cannot all run, or whose results would depend on their order.
 
     Args:
         tasks: all tasks.
-        inputs: resources that are there from the start; None: whatever no task writes.
+        inputs: resources that are there from the start.
 
     Raises:
         EngineError: two tasks of one name, or one resource; a read that nobody writes; a cycle; a cost that is none.
@@ -47,14 +47,12 @@ def check_graph(tasks: Sequence[Task], inputs: frozenset[str] | None = None) -> 
         names.add(task.name)
     writers = _writers(tasks)
     for task in tasks:
-        if inputs is None:
-            continue
         for resource in sorted(task.reads - writers.keys() - inputs):
             raise EngineError(
                 f"task {task.name!r} reads {resource!r}, which no task writes; declare it as an input or add the "
                 "task that writes it"
             )
-    for resource in sorted((inputs or frozenset()) & writers.keys()):
+    for resource in sorted(inputs & writers.keys()):
         raise EngineError(f"{resource!r} is declared as an input, but task {writers[resource]!r} writes it")
     done = {task.name for wave in _levels(tasks) for task in wave}
     if len(done) < len(names):

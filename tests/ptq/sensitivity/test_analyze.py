@@ -13,17 +13,42 @@ import pytest
 
 from jaxmoe.errors import ConfigError, RecipeError
 from jaxmoe.ops.experts import Activation
+from jaxmoe.ops.linear import linear
 from jaxmoe.ops.linear.reference import quantize_tokens, w8a8
+from jaxmoe.ptq.actions import Context, Embed
+from jaxmoe.ptq.calib import VIRTUAL_SHARDS
+from jaxmoe.ptq.job import Job, is_routed
 from jaxmoe.ptq.layer_forward import forward_layer
-from jaxmoe.ptq.layer_run import LayerRunner, embed_samples, layer_config, load_layer
+from jaxmoe.ptq.layer_run import (
+    Attended,
+    LayerRunner,
+    Sample,
+    embed_samples,
+    join_sample,
+    layer_config,
+    load_layer,
+)
 from jaxmoe.ptq.recipe import load_recipe, match_recipe
-from jaxmoe.ptq.sensitivity.analyze import PROTECTED, analyze, check_schemes, float_job, ranking
-from jaxmoe.ptq.sensitivity.measure import cache_error, expert_errors, linear_errors
+from jaxmoe.ptq.sensitivity import actions
+from jaxmoe.ptq.sensitivity.actions import Observe
+from jaxmoe.ptq.sensitivity.analyze import PROTECTED, analyze, check_schemes, float_job, measured_parts, ranking
+from jaxmoe.ptq.sensitivity.measure import (
+    cache_error,
+    expert_errors,
+    layer_errors,
+    layer_results,
+    linear_errors,
+    quantised_weights,
+    watch_layer,
+)
 from jaxmoe.ptq.sensitivity.suggest import check_budget, schemes_of_bits, suggest
+from jaxmoe.ptq.work import WorkFolder
 from jaxmoe.quant.qarray import quantize_weight
-from jaxmoe.quant.scheme import parse_scheme
+from jaxmoe.quant.scheme import Scheme, parse_scheme
+from jaxmoe.weights.cells import cell_shape
 from jaxmoe.weights.load import open_model
-from tests.ptq.jobs import LENGTHS, some_samples
+from jaxmoe.weights.shards import ShardFiles
+from tests.ptq.jobs import LENGTHS, some_samples, windows
 from tests.running import tiny_folder, tiny_quantized
 from tests.tolerances import TOLERANCES
 
@@ -123,6 +148,24 @@ def test_the_forward_pass_is_the_quantisers() -> None:
             np.testing.assert_array_equal(top, np.asarray(stats[tap].absmax))
 
 
+def test_samples_are_kept_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a shard with several: when the second one runs, the first one is in the file already."""
+    job, device = float_job(open_model(tiny_folder(GLM))), jax.devices()[0]
+    shards = ShardFiles(tmp_path, (), (), job.output.index_name)
+    calibration = windows(samples=2 * VIRTUAL_SHARDS + 1)
+    context = Context(job=job, shards=shards, work=WorkFolder(tmp_path), calibration=calibration, grams=frozenset())
+    there: list[bool] = []
+
+    def watched(*arguments: Any) -> Any:
+        there.append((tmp_path / "x-00001").exists())
+        return watch_layer(*arguments)
+
+    monkeypatch.setattr(actions, "watch_layer", watched)
+    Embed(shard=0).run(context, device)
+    Observe(layer=0, shard=0, taps=("attention.in",)).run(context, device)
+    assert there == [False, True, True]
+
+
 def noise_and_signal(result: np.ndarray, exact: np.ndarray) -> list[float]:
     return [float(((result - exact).astype(np.float64) ** 2).sum()), float((exact.astype(np.float64) ** 2).sum())]
 
@@ -186,6 +229,103 @@ def test_cache_error_has_a_scale_for_each_token_and_head() -> None:
     np.testing.assert_allclose(
         np.asarray(cache_error(jnp.asarray(values))), expected, rtol=TOLERANCES["sensitivity"].value
     )
+
+
+def test_a_layers_error_is_that_of_all_its_streams() -> None:
+    """The shared expert's part enters each stream through a gate of its own."""
+    generator = np.random.default_rng(4)
+
+    def half() -> dict[str, np.ndarray]:
+        shapes = {"stream": (6, 4, 8), "gates": (6, 4), "shared": (6, 8)}
+        return {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+    result, exact = half(), half()
+    left = [each["stream"] + each["gates"][:, :, None] * each["shared"][:, None, :] for each in (result, exact)]
+    sides = np.asarray(layer_errors(jax.device_put(result), jax.device_put(exact), jnp.int32(6))["sides"])
+    np.testing.assert_allclose(sides, noise_and_signal(*left), rtol=TOLERANCES["sensitivity"].value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["hy_v4", "gpt_oss"])
+def test_mse_is_of_every_number_that_leaves_a_layer(family: str) -> None:
+    """hy_v4: four residual streams that gates lead into. By hand, of the first two layers."""
+    result, job = analysis(family), float_job(open_model(tiny_folder(family)))
+    config, width = job.files.manifest.config, some_samples().tokens.shape[1]
+    entering = list(
+        embed_samples(job.source, job.files.manifest, some_samples().tokens, some_samples().lengths.tolist())
+    )
+    for layer in (0, 1):
+        weights = load_layer(job.source, job.files.manifest, layer)
+        runner = LayerRunner(config, layer, weights, width=width, device=jax.devices()[0])
+        halves = [runner.attend(sample)[0] for sample in entering]
+        chosen = frozenset(part.name for part in measured_parts(job, layer) if part.match.entry.role not in PROTECTED)
+        for scheme in SCHEMES:
+            rounded = quantised_weights(runner.weights, chosen, scheme)
+            results = layer_results(runner.config, width, rounded, *runner.placed(entering[0]))
+            other = Attended(
+                selected=None, **{name: np.asarray(array)[: len(entering[0].x)] for name, array in results.items()}
+            )
+            mean = np.square(leaving(other) - leaving(halves[0]), dtype=np.float64).mean()
+            if layer >= config.dense_layers:
+                noise = [expert_noise(job, layer, half, scheme) for half in halves]
+                mean += sum(noise) / sum(half.stream.size for half in halves)
+            row = result["layers"][layer]
+            assert row["mse"][scheme.name] == pytest.approx(mean, rel=TOLERANCES["sensitivity"].value)
+            signal = np.square(leaving(halves[0]), dtype=np.float64).mean()
+            assert row["relative"][scheme.name] == pytest.approx(mean / signal, rel=TOLERANCES["sensitivity"].value)
+        if layer == 0:
+            if layer >= config.dense_layers:
+                rows = [expert_outputs(job, layer, half, None) for half in halves]
+                after = [
+                    join_sample(half, each, width=width, device=jax.devices()[0])
+                    for half, each in zip(halves, rows, strict=True)
+                ]
+            else:
+                after = [half.stream for half in halves]
+            entering = [Sample(x=x, selected=half.selected) for x, half in zip(after, halves, strict=True)]
+
+
+def leaving(half: Attended) -> np.ndarray:
+    """What leaves a layer without its routed experts."""
+    if half.shared is None:
+        return half.stream
+    return half.stream + (half.shared if half.gates is None else half.gates[:, :, None] * half.shared[:, None, :])
+
+
+def expert_outputs(job: Job, layer: int, half: Attended, scheme: Scheme | None) -> np.ndarray:
+    """[tokens, top_k, embed]: what each chosen expert makes of each token."""
+    moe = job.files.manifest.config.moe
+    activation = Activation(kind=moe.activation, limit=moe.limit)
+    parts = {p.name[4:]: p for p in job.parts if p.layer == layer and is_routed(p.match.entry)}
+    assert half.ids is not None and half.normed is not None
+    out = np.empty((*half.ids.shape, half.normed.shape[1]), np.float32)
+    for expert in np.unique(half.ids).tolist():
+        weights: dict[str, Any] = {}
+        for name, part in parts.items():
+            entry = part.match.entry
+            whole = tuple(slice(0, size) for size in cell_shape(entry))
+            weights[name] = jnp.asarray(job.source.read(entry, part.cells[expert][0], whole), jnp.float32)
+            if scheme is not None and not name.endswith("bias"):
+                weights[name] = quantize_weight(weights[name], scheme)
+        normed = jnp.asarray(half.normed)
+        hidden = activation(
+            linear(normed, weights["gate"], bias=weights.get("gate_bias")),
+            linear(normed, weights["up"], bias=weights.get("up_bias")),
+        )
+        made = np.asarray(linear(hidden, weights["down"], bias=weights.get("down_bias")))
+        token, slot = np.nonzero(half.ids == expert)
+        out[token, slot] = made[token]
+    return out
+
+
+def expert_noise(job: Job, layer: int, half: Attended, scheme: Scheme) -> float:
+    """Sum of squares of what each chosen expert's error adds to the residual streams of one sample."""
+    error = expert_outputs(job, layer, half, scheme) - expert_outputs(job, layer, half, None)
+    assert half.weights is not None
+    added = error * half.weights[:, :, None]
+    if half.gates is not None:
+        added = half.gates[:, None, :, None] * added[:, :, None, :]
+    return float(np.square(added, dtype=np.float64).sum())
 
 
 def sizes() -> tuple[int, int]:

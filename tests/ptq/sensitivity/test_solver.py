@@ -16,7 +16,7 @@ DRAWN = st.lists(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min
 def made(drawn: list[list[tuple[int, int]]]) -> list[Unit]:
     """Quarters are exact in any order of a sum."""
     return [
-        Unit(name="u", choices=tuple(Choice(scheme="s", nbytes=size, error=error / 4) for size, error in choices))
+        Unit(choices=tuple(Choice(scheme="s", nbytes=size, error=error / 4) for size, error in choices))
         for choices in drawn
     ]
 
@@ -48,7 +48,6 @@ def test_many_units_with_few_equal_sums() -> None:
     """Nine units of five choices are two million ways; what is beaten is dropped on the way."""
     units = [
         Unit(
-            name=f"{index}",
             choices=tuple(
                 Choice(scheme="s", nbytes=10**9 // (2 + c) + 7919 * index * c, error=float(c * (1 + index % 3)))
                 for c in range(5)
@@ -63,7 +62,5 @@ def test_many_units_with_few_equal_sums() -> None:
 
 
 def test_first_of_equal_choices() -> None:
-    unit = Unit(
-        name="u", choices=(Choice(scheme="float", nbytes=1, error=0.0), Choice(scheme="w8a8-g128", nbytes=1, error=0.0))
-    )
+    unit = Unit(choices=(Choice(scheme="float", nbytes=1, error=0.0), Choice(scheme="w8a8-g128", nbytes=1, error=0.0)))
     assert solve([unit], 1).choices[0].scheme == "float"

@@ -22,14 +22,14 @@ def task(
 
 @st.composite
 def graphs(draw: st.DrawFn, min_size: int = 0, max_size: int = 8) -> list[Task]:
-    """Each task reads an input and what some earlier ones write; the list is in any order."""
+    """Each task reads what some earlier ones write; the list is in any order."""
     tasks = []
     for number in range(draw(st.integers(min_size, max_size))):
         earlier = draw(st.sets(st.integers(0, number - 1))) if number else set()
         tasks.append(
             task(
                 f"t{number}",
-                reads=["input", *(f"r{one}" for one in earlier)],
+                reads=[f"r{one}" for one in earlier],
                 writes=[f"r{number}"],
                 cost=draw(st.sampled_from([0.0, 1.0, 2.5])),
                 stage=draw(st.integers(0, 2)),

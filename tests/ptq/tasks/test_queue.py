@@ -34,7 +34,7 @@ def test_the_lowest_stage_goes_first_then_the_longest_then_the_name():
 
 
 def test_a_task_waits_for_all_that_it_reads():
-    tasks = [task("a", writes=("x",)), task("b", writes=("y",)), task("c", reads=("x", "y", "input"), stage=-1)]
+    tasks = [task("a", writes=("x",)), task("b", writes=("y",)), task("c", reads=("x", "y"), stage=-1)]
     queue = TaskQueue(tasks, lease_s=10.0)
     assert (_taken(queue, _A), _taken(queue, _B)) == ("a", "b")
     assert queue.done(_A, "a", 1.0, 1.0)

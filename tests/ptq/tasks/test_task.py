@@ -24,7 +24,10 @@ from tests.ptq.tasks.graphs import graphs, task
 def test_a_graph_with_all_inputs_declared_is_accepted():
     tasks = [task("load", reads=("checkpoint",), writes=("x",)), task("round", reads=("x",), writes=("y",))]
     check_graph(tasks, frozenset({"checkpoint"}))
-    check_graph(tasks)
+    with pytest.raises(EngineError, match="task 'load' reads 'checkpoint', which no task writes"):
+        check_graph(tasks)
+    with pytest.raises(EngineError, match="task 'load' reads 'checkpoint', which no task writes"):
+        waves(tasks)
 
 
 _WRONG: dict[str, tuple[list[Task], str]] = {
