@@ -25,8 +25,6 @@ _TILES_IN_FLIGHT = 4
 class ExpertPass:
     """What one expert did with its tokens."""
 
-    out: np.ndarray
-    """[tokens, embed] float32."""
     inputs: InputStats
     """Of the tokens."""
     hidden: InputStats
@@ -53,14 +51,13 @@ def run_expert(
         activation: between the projections.
         grams: 'inputs' and 'hidden', where Gram matrices are wanted.
         device: where to run.
-        out: [tokens, embed] float32 to be filled; None: a new one.
+        out: [tokens, embed] float32 to be filled; None: nobody wants to see what it makes of the tokens.
     """
     placed = jax.device_put(dict(weights), device)
     ffn, embed = weights["gate"].shape
     sums = jax.device_put(
         {"inputs": _nothing(embed, "inputs" in grams), "hidden": _nothing(ffn, "hidden" in grams)}, device
     )
-    out = np.empty((len(rows), weights["down"].shape[0]), np.float32) if out is None else out
     finite = True
     running: deque[tuple[int, int, jax.Array]] = deque()
     for start in range(0, len(rows), TILE_ROWS):
@@ -73,7 +70,7 @@ def run_expert(
             finite &= _fetch(running, out)
     while running:
         finite &= _fetch(running, out)
-    return ExpertPass(out=out, inputs=sums["inputs"].widened(), hidden=sums["hidden"].widened(), finite=finite)
+    return ExpertPass(inputs=sums["inputs"].widened(), hidden=sums["hidden"].widened(), finite=finite)
 
 
 def hidden_of(weights: Mapping[str, np.ndarray], rows: Any, *, activation: Activation, device: Any) -> np.ndarray:
@@ -97,11 +94,12 @@ def _hidden(activation: Activation, weights: dict[str, jax.Array], rows: jax.Arr
     return activation(gate, linear(rows, weights["up"], bias=weights.get("up_bias")))
 
 
-def _fetch(running: "deque[tuple[int, int, jax.Array]]", out: np.ndarray) -> bool:
+def _fetch(running: "deque[tuple[int, int, jax.Array]]", out: np.ndarray | None) -> bool:
     """Takes the oldest tile's result; whether it is finite."""
     start, count, result = running.popleft()
     part = np.asarray(result)[:count]
-    out[start : start + count] = part
+    if out is not None:
+        out[start : start + count] = part
     return bool(np.isfinite(part).all())
 
 

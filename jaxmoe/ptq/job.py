@@ -169,7 +169,7 @@ def make_job(files: ModelFiles, recipe: Recipe, output: OutputFormat = NATIVE) -
     asked = match_recipe(recipe, files.manifest)
     matches = tuple(_without_data(match) for match in asked)
     _check_needs(recipe, matches)
-    output.check(matches, files.manifest)
+    output.check(matches)
     return Job(
         files=files,
         source=files.source if rotated is None else rotated.source,
@@ -177,13 +177,25 @@ def make_job(files: ModelFiles, recipe: Recipe, output: OutputFormat = NATIVE) -
         recipe=recipe,
         matches=matches,
         output=output,
-        notes=tuple(
-            f"{match.entry.own}: multi-token-prediction blocks are not run on samples, so that it is rounded by ssz "
-            f"instead of {match.rounding}"
-            for match, done in zip(asked, matches, strict=True)
-            if match is not done
-        ),
+        notes=(*_mtp_notes(asked, matches), *_cache_notes(recipe, output)),
     )
+
+
+def _mtp_notes(asked: Sequence[Match], done: Sequence[Match]) -> Iterator[str]:
+    for match, instead in zip(asked, done, strict=True):
+        if match is not instead:
+            yield (
+                f"{match.entry.own}: multi-token-prediction blocks are not run on samples, so that it is rounded by "
+                f"{instead.rounding} instead of {match.rounding}"
+            )
+
+
+def _cache_notes(recipe: Recipe, output: OutputFormat) -> Iterator[str]:
+    if recipe.kv_cache == "int8" and not output.int8_cache:
+        yield (
+            f"kv_cache: output format {output.name} cannot say that keys and values are stored as int8: the engine "
+            f"that serves the result decides it; choose output format {NATIVE.name} to keep it"
+        )
 
 
 def needs_of(match: Match) -> Needs:

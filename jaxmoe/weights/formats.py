@@ -9,7 +9,8 @@ Our own:
 
 Each named tensor is INT8 [out, in] under its own name, or 4-bit pairs [out, in / 2] (see `quant.int4`) under the name
 plus "_packed", with float32 scales [out, ceil(in / group)] under the name plus "_scale". Tensors that are not named are
-float.
+float. A name stands for all layers that have it, dense, expert and multi-token-prediction layers alike: they have one
+scheme.
 """
 
 from collections.abc import Mapping
@@ -138,13 +139,19 @@ def schemes_of(quantization: Quantization, manifest: Manifest, where: str) -> di
 
 
 def describe(schemes: Schemes, manifest: Manifest, kv_cache: str) -> dict[str, Any]:
-    """The `quantization_config` object of schemes; `read_quantization` and `schemes_of` invert it."""
-    tensors = {}
+    """The `quantization_config` object of schemes; `read_quantization` and `schemes_of` invert it.
+
+    Args:
+        schemes: by path; parameters that share an own name have the same one, or all none.
+        manifest: the model.
+        kv_cache: storage of keys and values.
+    """
+    by_own: dict[str, Scheme | None] = {}
     for entry in manifest.entries:
         scheme = schemes.get(entry.path)
-        if scheme is not None:
-            tensors[entry.own] = scheme.name
-    return {"quant_method": OWN, "version": VERSION, "kv_cache": kv_cache, "tensors": dict(sorted(tensors.items()))}
+        assert by_own.setdefault(entry.own, scheme) == scheme, (entry.own, by_own[entry.own], scheme)
+    tensors = {own: scheme.name for own, scheme in sorted(by_own.items()) if scheme is not None}
+    return {"quant_method": OWN, "version": VERSION, "kv_cache": kv_cache, "tensors": tensors}
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

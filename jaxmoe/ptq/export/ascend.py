@@ -55,7 +55,7 @@ class AscendV1(OutputFormat):
         """See `OutputFormat`."""
         return f"quant_model_weights-{number:05d}-of-{of:05d}.safetensors"
 
-    def check(self, matches: Sequence[Match], manifest: Manifest) -> None:
+    def check(self, matches: Sequence[Match]) -> None:
         """See `OutputFormat`."""
         groups: dict[int, str] = {}
         for entry, scheme in quantised(matches):
@@ -108,7 +108,8 @@ class AscendV1(OutputFormat):
         kv_cache: str,
         copied: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """See `OutputFormat`; MindIE takes the type from a key of its own."""
+        """See `OutputFormat`; MindIE takes the type from a key of its own. The cache of keys and values is left to the
+        engine: the format's INT8 one has scales from calibration, and ours has one for each token and head."""
         plain = {key: value for key, value in without_quantization(source).items() if key != "quantize"}
         label = _model_type(matches)
         return plain if label == "FLOAT" else {**plain, "quantize": label.lower()}

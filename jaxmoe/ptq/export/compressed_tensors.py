@@ -43,7 +43,7 @@ class CompressedTensors(OutputFormat):
     __slots__ = ()
     name = "compressed-tensors"
 
-    def check(self, matches: Sequence[Match], manifest: Manifest) -> None:
+    def check(self, matches: Sequence[Match]) -> None:
         """See `OutputFormat`."""
         for entry, scheme in quantised(matches):
             check_whole_groups(entry, scheme, self.name)

@@ -5,9 +5,10 @@ from typing import Any, final
 
 import numpy as np
 
+from jaxmoe.errors import RecipeError
 from jaxmoe.models.leaves import scale_name
 from jaxmoe.models.manifest import Manifest
-from jaxmoe.ptq.export.output import Integers, OutputFormat, Scales, quantised
+from jaxmoe.ptq.export.output import Integers, OutputFormat, Scales, example, quantised
 from jaxmoe.ptq.recipe import Match
 from jaxmoe.quant.scheme import Scheme
 from jaxmoe.weights.encodings import values_name
@@ -24,11 +25,13 @@ class Native(OutputFormat):
 
     __slots__ = ()
     name = OWN
+    int8_cache = True
 
-    def check(self, matches: Sequence[Match], manifest: Manifest) -> None:
-        """See `OutputFormat`; only 4-bit values of an odd input axis have no form."""
+    def check(self, matches: Sequence[Match]) -> None:
+        """See `OutputFormat`; 4-bit values of an odd input axis have no form, nor have layers that differ."""
         for entry, scheme in quantised(matches):
             scheme.values_shape(entry.own_shape)
+        _check_templates(matches)
 
     def specs(self, name: str, shape: tuple[int, ...], scheme: Scheme | None, kept: np.dtype) -> tuple[TensorSpec, ...]:
         """See `OutputFormat`."""
@@ -57,3 +60,20 @@ class Native(OutputFormat):
         """See `OutputFormat`."""
         schemes = {match.entry.path: match.scheme for match in matches}
         return {**without_quantization(source), "quantization_config": describe(schemes, manifest, kv_cache)}
+
+
+def _check_templates(matches: Sequence[Match]) -> None:
+    """Refuses two schemes under one name: config.json names a scheme for all layers that share it."""
+    first: dict[str, Match] = {}
+    for match in matches:
+        other = first.setdefault(match.entry.own, match)
+        if other.scheme != match.scheme:
+            raise RecipeError(
+                f"{example(other.entry)} is {_scheme_name(other)} and {example(match.entry)} {_scheme_name(match)}, "
+                f"but output format {OWN} has one scheme for all layers of {match.entry.own}; choose patterns that "
+                "take both, or --format compressed-tensors or ascendv1"
+            )
+
+
+def _scheme_name(match: Match) -> str:
+    return "float" if match.scheme is None else match.scheme.name

@@ -29,13 +29,15 @@ class OutputFormat(ABC):
     name: ClassVar[str]
     index_name: ClassVar[str] = MODEL_INDEX
     """Name of the index file."""
+    int8_cache: ClassVar[bool] = False
+    """Whether it can say that keys and values are stored as INT8."""
 
     def shard_name(self, number: int, of: int) -> str:
         """File name of shard `number`, counted from 1, of `of`."""
         return model_shard(number, of)
 
     @abstractmethod
-    def check(self, matches: Sequence[Match], manifest: Manifest) -> None:
+    def check(self, matches: Sequence[Match]) -> None:
         """Refuses what the format cannot say, before any work.
 
         Raises:
@@ -80,7 +82,7 @@ class OutputFormat(ABC):
             source: the source's.
             matches: what was done.
             manifest: the model.
-            kv_cache: storage of keys and values that the recipe asks for.
+            kv_cache: storage of keys and values that the recipe asks for; see `int8_cache`.
             copied: tensors that belong to no parameter and are copied.
         """
 

@@ -176,17 +176,22 @@ def _check_joined(engine: _Engine, matches: Sequence[Match]) -> None:
 
 
 def _check_heads(engine: _Engine, manifest: Manifest, degree: int) -> None:
+    """Attention heads are split; key-value heads are too, or each is repeated alike where there are too few."""
     attention = manifest.config.attention
-    counts = {"attention heads": attention.heads}
-    if isinstance(attention, AttentionConfig) and attention.kv_heads > degree:
-        counts["key-value heads"] = attention.kv_heads
-    for name, count in counts.items():
-        if count % degree:
-            fits = [n for n in range(1, count + 1) if not count % n]
-            raise RecipeError(
-                f"{engine.title}: {count} {name} cannot be split over {degree} devices; degrees that fit: "
-                f"{', '.join(map(str, fits))}"
-            )
+    heads, kv_heads = attention.heads, attention.kv_heads if isinstance(attention, AttentionConfig) else 1
+    fits = [n for n in _divisors(heads) if _is_shared_evenly(kv_heads, n)]
+    if degree in fits:
+        return
+    if heads % degree:
+        reason = f"{heads} attention heads cannot be split over {degree} devices"
+    else:
+        how = "split" if kv_heads > degree else "repeated evenly"
+        reason = f"{kv_heads} key-value heads cannot be {how} over {degree} devices"
+    raise RecipeError(f"{engine.title}: {reason}; degrees that fit: {', '.join(map(str, fits))}")
+
+
+def _is_shared_evenly(kv_heads: int, degree: int) -> bool:
+    return not kv_heads % degree or not degree % kv_heads
 
 
 def _check_split(engine: _Engine, match: Match, degree: int, output: OutputFormat) -> None:

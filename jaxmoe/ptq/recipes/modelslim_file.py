@@ -262,7 +262,7 @@ def read_file(path: Path) -> File:
         raise UnsupportedError(f"{path}: apiversion {version!r} is not {VERSION!r}" + (f": {reason}" if reason else ""))
     if "spec" not in data:
         raise ConfigError(f"{path}: missing key spec")
-    spec = decode(_Spec, _plain(data["spec"], str(path)), where=f"{path}: spec")
+    spec = decode(_Spec, _plain(data["spec"]), where=f"{path}: spec")
     used = set(_container_ids(data["spec"]))
     others = [key for key in data if key not in ("apiversion", "metadata", "spec")]
     steps: list[tuple[str, Step]] = []
@@ -272,7 +272,7 @@ def read_file(path: Path) -> File:
     datasets = (*(prior.dataset for prior in spec.prior), spec.dataset)
     return File(
         version=version,
-        metadata=decode(Metadata, _plain(data.get("metadata") or {}, str(path)), where=f"{path}: metadata"),
+        metadata=decode(Metadata, _plain(data.get("metadata") or {}), where=f"{path}: metadata"),
         runner=spec.runner,
         steps=tuple(steps),
         datasets=tuple(dict.fromkeys(name for name in datasets if name is not None)),
@@ -334,13 +334,13 @@ def _check_keys(node: Any, where: str, above: tuple[int, ...]) -> None:
         _check_keys(value, where, above)
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any) -> Any:
     """The data with numbers such as 1e-5 as numbers."""
     if isinstance(value, str) and _EXPONENT.match(value):
         return float(value)
     if isinstance(value, dict):
-        return {key: _plain(entry, where) for key, entry in value.items()}
-    return [_plain(entry, where) for entry in value] if isinstance(value, list) else value
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _container_ids(value: Any) -> Iterator[int]:

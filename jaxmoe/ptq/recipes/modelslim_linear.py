@@ -1,7 +1,7 @@
 """What a linear_quant step of msModelSlim means here: a scheme, a way to round, and notes on what differs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from jaxmoe.errors import RecipeError, UnsupportedError
@@ -121,8 +121,9 @@ def _searched(weight: Quantizer) -> tuple[Rounding, Options | None, tuple[str, .
         return "ssz", None if step is None else SszOptions(steps=step), (note,)
     note = "gptq keeps input channels that calibration never reached, which msModelSlim sets to zero"
     damping = _number(weight.ext, "percdamp", float)
-    options = GptqOptions(scale="minmax") if damping is None else GptqOptions(scale="minmax", damping=damping)
-    return "gptq", options, (note,)
+    # Their scales and the order of their channels.
+    options = GptqOptions(scale="minmax", order="natural")
+    return "gptq", options if damping is None else replace(options, damping=damping), (note,)
 
 
 def _number(ext: Mapping[str, Any], key: str, kind: type) -> Any:

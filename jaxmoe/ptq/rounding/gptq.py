@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 from jaxmoe.errors import RecipeError
 from jaxmoe.ptq.rounding.slices import Rounded, one_by_one, split_groups
 from jaxmoe.ptq.rounding.ssz import check_steps, ssz_slices
-from jaxmoe.quant.int8 import quantize_groups, quantize_slices
+from jaxmoe.quant.int8 import expand_groups, quantize_groups, quantize_slices
 from jaxmoe.quant.scheme import Bits
 
 NEAREST: Final = -1
@@ -113,19 +113,18 @@ def _gptq(weight: jax.Array, hessian: jax.Array, *, group: int, bits: Bits, opti
     with jax.named_scope("factor"):
         feedback, pivots, tries, definite = _factor(hessian[order][:, order], options.dampings)
     with jax.named_scope("sweep"):
-        if options.order == "activity":
-            scale = _static_scales(weight, jnp.diagonal(hessian), group, bits, options)
-            by_channel = jnp.repeat(scale, group, axis=-1)[:, : weight.shape[-1]]
-            width = min(weight.shape[-1], _CHANNEL_BLOCK)
-            q, _ = _sweep(weight[:, order], feedback, pivots, by_channel[:, order], width, bits=bits, options=options)
-            q = jnp.zeros_like(q).at[:, order].set(q)
-        elif group < weight.shape[-1]:
+        size = weight.shape[-1]
+        if options.order == "natural" and group < size:
             q, scale = _sweep(weight, feedback, pivots, None, group, bits=bits, options=options)
         else:
-            scale = _scales(weight, pivots, bits, options)[:, None]
-            by_channel = jnp.broadcast_to(scale, weight.shape)
-            width = min(weight.shape[-1], _CHANNEL_BLOCK)
-            q, _ = _sweep(weight, feedback, pivots, by_channel, width, bits=bits, options=options)
+            if options.order == "activity":
+                scale = _static_scales(weight, jnp.diagonal(hessian), group, bits, options)
+            else:
+                scale = _scales(weight, pivots, bits, options)[:, None]
+            given = expand_groups(scale, group, size)[:, order]
+            width = min(size, _CHANNEL_BLOCK)
+            q, _ = _sweep(weight[:, order], feedback, pivots, given, width, bits=bits, options=options)
+            q = jnp.zeros_like(q).at[:, order].set(q)
     plain_q, plain_scale = quantize_groups(weight, group, bits)
     known = jnp.all(jnp.isfinite(hessian))
     q = jnp.where(known, jnp.where(definite, q, plain_q), jnp.int8(0))
