@@ -72,13 +72,7 @@ class Fp8Blocks(Encoding):
 
     def read(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         """See `Encoding`."""
-        codes = checkpoint.read(name, index).view(np.uint8)
-        rows, row_groups = groups_of(index[-2], shape[-2], self.block[0])
-        columns, column_groups = groups_of(index[-1], shape[-1], self.block[1])
-        scale = f"{name}_scale_inv"
-        scales = checkpoint.read(scale, (*index[:-2], rows, columns)).astype(np.float32)
-        check_scales(scale, scales, zero=True)
-        return _finite(name, decode_scaled(codes, fp8_to_float, slice(None), scales, row_groups, column_groups))
+        return _read_fp8(checkpoint, name, f"{name}_scale_inv", shape, index, self.block)
 
 
 @final
@@ -124,16 +118,7 @@ class Fp8Scales(Encoding):
 
     def read(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         """See `Encoding`."""
-        height, width = self._block(shape)
-        rows, row_groups = groups_of(index[-2], shape[-2], height)
-        columns, column_groups = groups_of(index[-1], shape[-1], width)
-        scale = scale_name(name)
-        rank = len(checkpoint.tensors[scale].shape)
-        scales = checkpoint.read(scale, (*index[:-2], rows, columns)[:rank]).astype(np.float32)
-        check_scales(scale, scales, zero=True)
-        scales = scales.reshape(*scales.shape, *(1,) * (len(shape) - rank))
-        codes = checkpoint.read(name, index).view(np.uint8)
-        return _finite(name, decode_scaled(codes, fp8_to_float, slice(None), scales, row_groups, column_groups))
+        return _read_fp8(checkpoint, name, scale_name(name), shape, index, self._block(shape))
 
     def _block(self, shape: tuple[int, ...]) -> tuple[int, int]:
         rows, columns = self.block
@@ -255,6 +240,20 @@ class Int4Groups(Encoding):
 
     def _width(self, shape: tuple[int, ...]) -> int:
         return shape[-1] if self.group is None else self.group
+
+
+def _read_fp8(
+    checkpoint: Checkpoint, name: str, scale: str, shape: tuple[int, ...], index: Index, block: tuple[int, int]
+) -> np.ndarray:
+    """A part of a matrix in FP8 with a float scale for each block; last axes of the scales may be left out."""
+    rows, row_groups = groups_of(index[-2], shape[-2], block[0])
+    columns, column_groups = groups_of(index[-1], shape[-1], block[1])
+    rank = len(checkpoint.tensors[scale].shape)
+    scales = checkpoint.read(scale, (*index[:-2], rows, columns)[:rank]).astype(np.float32)
+    check_scales(scale, scales, zero=True)
+    scales = scales.reshape(*scales.shape, *(1,) * (len(shape) - rank))
+    codes = checkpoint.read(name, index).view(np.uint8)
+    return _finite(name, decode_scaled(codes, fp8_to_float, slice(None), scales, row_groups, column_groups))
 
 
 def _read_powers(checkpoint: Checkpoint, scale: str, index: Index, size: int) -> tuple[np.ndarray, np.ndarray]:

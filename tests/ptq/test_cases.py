@@ -15,7 +15,7 @@ D1, 2, 4, 16  test_d1_*; test_calibrated: test_one_token, test_one_token_through
 D3       test_d3_*; test_verify: test_d3_*; test_resume: test_lost_shards_are_not_replaced_by_zeros
 D5       test_quantize: test_source_that_is_not_finite; test_calibrated: test_floats_that_overflow_*; test_verify
 D6       test_quantize: test_source_that_shares_tensors; test_verify: test_d6_*
-D7       test_recipe: test_rule_that_matches_nothing, test_explain_*
+D7       test_recipe: test_rule_that_matches_nothing, test_role_that_no_rule_lists; test_job: test_predicted_bytes_*
 D8       test_d8_*; test_job: test_the_ledger_grows_with_what_it_counts
 D9       test_resume; commands/test_commands: test_presets_without_weights (--dry-run)
 D10, 11  export/test_targets, export/test_formats

@@ -124,6 +124,20 @@ def test_prediction_blocks_are_rounded_without_data() -> None:
     assert {row.rounding for row in matched_table(job) if row.role in EXPERTS} == {"gptq", "ssz"}
 
 
+def test_an_int8_cache_that_the_format_cannot_say_is_noted() -> None:
+    """Else it would be lost without a word: the engine that serves such a result decides by itself."""
+    files = open_model(tiny_folder("glm4_moe"))
+    recipe = load_recipe("w8a8-channel")
+    assert recipe.kv_cache == "int8" and make_job(files, recipe).notes == ()
+    for name in ("compressed-tensors", "ascendv1"):
+        (note,) = make_job(files, recipe, FORMATS[name]).notes
+        assert note == (
+            f"kv_cache: output format {name} cannot say that keys and values are stored as int8: the engine that "
+            "serves the result decides it; choose output format jaxmoe to keep it"
+        )
+        assert make_job(files, replace(recipe, kv_cache="bfloat16"), FORMATS[name]).notes == ()
+
+
 def test_the_ledger_grows_with_what_it_counts() -> None:
     plain = memory_of(job_of("glm4_moe", RECIPE), workers=1)
     assert plain.disk_bytes == 0 and plain.host_bytes > 0

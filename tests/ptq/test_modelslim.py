@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from jaxmoe.errors import ConfigError, JaxMoeError, RecipeError, UnsupportedError
 from jaxmoe.models.manifest import Manifest
+from jaxmoe.ptq.export import FORMATS
 from jaxmoe.ptq.recipe import CalibrationRecipe, match_recipe, schemes_of_matches
 from jaxmoe.ptq.recipes.modelslim import ModelSlim, read_modelslim
-from jaxmoe.ptq.rotation.plan import RotationRecipe
+from jaxmoe.ptq.rotation.plan import RotationRecipe, plan_rotation
 from jaxmoe.ptq.rounding.gptq import GptqOptions
 from jaxmoe.ptq.rounding.ssz import SszOptions
 from jaxmoe.weights.formats import FLOAT_ROLES
@@ -129,15 +130,26 @@ def manifest(family: str) -> Manifest:
 MANIFESTS = {family: manifest(family) for family in tiny.CONFIGS}
 
 
-def read(folder: Path, text: str, family: str) -> ModelSlim:
+def without_mtp(family: str) -> Manifest:
+    return tiny.manifest_of(tiny.changed(family, {"num_nextn_predict_layers": 0}))
+
+
+def unrotated(text: str) -> str:
+    """Another step in the place of quarot, so that all keep their numbers."""
+    assert text.count('- type: "quarot"') == 1
+    return text.replace('- type: "quarot"\n      block_size: 32', '- type: "load"').replace('"quarot"', '"load"')
+
+
+def read(folder: Path, text: str, family: str | Manifest) -> ModelSlim:
     path = folder / "file.yaml"
     path.write_text(text, encoding="utf-8")
-    return read_modelslim(path, MANIFESTS[family])
+    return read_modelslim(path, MANIFESTS[family] if isinstance(family, str) else family)
 
 
-def schemes(result: ModelSlim, family: str) -> dict[str, str]:
+def schemes(result: ModelSlim, family: str | Manifest) -> dict[str, str]:
     """Path -> scheme of what is quantised."""
-    decided = schemes_of_matches(match_recipe(result.recipe, MANIFESTS[family]))
+    manifest = MANIFESTS[family] if isinstance(family, str) else family
+    decided = schemes_of_matches(match_recipe(result.recipe, manifest))
     return {path: scheme.name for path, scheme in decided.items() if scheme is not None}
 
 
@@ -158,10 +170,10 @@ def test_hy3(tmp_path: Path) -> None:
 
 
 def test_deepseek(tmp_path: Path) -> None:
-    result = read(tmp_path, DEEPSEEK, "deepseek_v3")
+    result = read(tmp_path, unrotated(DEEPSEEK), "deepseek_v3")
     assert result.output == "ascendv1"
-    assert result.recipe.calibration == CalibrationRecipe(smooth=0.4)
-    assert result.recipe.rotation == RotationRecipe(values=True)
+    assert result.recipe.calibration == CalibrationRecipe(smooth=0.8, smooth_int4=0.4)
+    assert result.recipe.rotation is None
     expected = {}
     for stack in ("dense", "moe", "mtp.block"):
         for part in ("q_a", "q_b", "kv_a"):
@@ -183,19 +195,79 @@ def test_deepseek(tmp_path: Path) -> None:
         "quantised layer is smoothed, which changes nothing that stays float"
     )
     assert result.notes == (
-        "step 1 (quarot): blocks of 32 (block_size 32) become the largest power of two that divides the width; "
-        "max_tp_size 4 has no effect",
-        "step 1 (quarot): export_extra_info: the rotation is not exported",
         "step 2 (flex_awq_ssz): qconfig guides a search there and has no effect here; linear_quant says how weights "
         "are rounded",
         f"step 2 (flex_awq_ssz): {no_effect}",
         f"step 3 (flex_smooth_quant): {no_effect}",
         "step 5 (linear_quant): ssz weighs errors by the mean square of each input channel, which msModelSlim does not",
         "step 2 (flex_awq_ssz), step 3 (flex_smooth_quant): no search for alpha and beta: smoothing by powers of two "
-        "with 0.4",
+        "with 0.8, and with 0.4 where 4-bit weights read",
         "dataset mix_calib.jsonl: give the file with --calib; 512 samples of 1024 to 4096 tokens are taken from it, "
         "not its rows",
     )
+
+
+def test_deepseek_rotated(tmp_path: Path) -> None:
+    """The whole file, for a checkpoint without prediction blocks: layer 4, which it excludes, is not there."""
+    model = without_mtp("deepseek_v3")
+    text = DEEPSEEK.replace(', "model.layers.4.*"]', "]")
+    turned, plain = read(tmp_path, text, model), read(tmp_path, unrotated(text), model)
+    assert turned.recipe.rotation == RotationRecipe(values=True)
+    assert replace(turned.recipe, rotation=None) == plain.recipe
+    notes = (
+        "step 1 (quarot): blocks of 32 (block_size 32) become the largest power of two that divides the width; "
+        "max_tp_size 4 has no effect",
+        "step 1 (quarot): export_extra_info: the rotation is not exported",
+    )
+    assert turned.notes == (*notes, *plain.notes)
+    assert schemes(turned, model)["moe.ffn.up"] == "w4a8-channel"
+
+
+def test_a_rotation_that_needs_more_than_the_file_can_say(tmp_path: Path) -> None:
+    """Where our own recipes have a key for a decision, the file has none."""
+    where = r"file\.yaml: step 1 \(quarot\): "
+    says = r", and the file cannot say what becomes of that .*; a recipe of ours can \(\[rotation\] "
+    with pytest.raises(RecipeError, match=rf"{where}deepseek_v3 has 1 multi-token-prediction layers{says}mtp\)"):
+        read(tmp_path, DEEPSEEK, "deepseek_v3")
+    with pytest.raises(RecipeError, match=rf"{where}the head of ernie4_5_moe is its embedding{says}tied\)"):
+        read(tmp_path, one_step("{type: quarot}"), "ernie4_5_moe")
+
+
+def test_values_behind_a_gate_do_not_turn(tmp_path: Path) -> None:
+    model = without_mtp("hy_v4")
+    result = read(tmp_path, one_step("{type: quarot}"), model)
+    assert result.recipe.rotation is not None and result.recipe.rotation == RotationRecipe(values=False)
+    note = "step 1 (quarot): values do not turn, because a gate of hy_v4 multiplies each of their channels"
+    assert note in result.notes
+    assert plan_rotation(model, result.recipe.rotation).changes
+    other = read(tmp_path, one_step("{type: quarot}"), "qwen3_moe")
+    assert other.recipe.rotation == RotationRecipe(values=True)
+    assert not any("do not turn" in note for note in other.notes)
+
+
+def test_a_given_alpha_is_that_of_all(tmp_path: Path) -> None:
+    """4-bit weights among them; without 4 bits, a search needs no second value."""
+    text = unrotated(DEEPSEEK).replace('"flex_smooth_quant"', '"flex_smooth_quant"\n      alpha: 0.6')
+    assert read(tmp_path, text, "deepseek_v3").recipe.calibration == CalibrationRecipe(smooth=0.6)
+    searched = read(tmp_path, one_step("{type: flex_smooth_quant}"), "qwen3_moe")
+    assert searched.recipe.calibration == CalibrationRecipe(smooth=0.8)
+    assert any(note.endswith("smoothing by powers of two with 0.8") for note in searched.notes)
+
+
+def test_our_own_format_does_not_take_stacks_that_differ(tmp_path: Path) -> None:
+    """The prediction block's experts stay float, and those of the model become 4-bit, under one name."""
+    model = MANIFESTS["deepseek_v3"]
+    matches = match_recipe(read(tmp_path, unrotated(DEEPSEEK), model).recipe, model)
+    message = (
+        r"model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight is w4a8-channel and "
+        r"model\.layers\.4\.mlp\.experts\.0\.down_proj\.weight float, but output format jaxmoe has one scheme for all "
+        r"layers of model\.layers\.\{layer\}\.mlp\.experts\.\{expert\}\.down_proj\.weight; choose patterns that take "
+        "both, or --format compressed-tensors or ascendv1"
+    )
+    with pytest.raises(RecipeError, match=message):
+        FORMATS["jaxmoe"].check(matches)
+    FORMATS["compressed-tensors"].check(matches)
+    FORMATS["ascendv1"].check(matches)
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
@@ -219,12 +291,13 @@ def test_the_default_practice_on_every_family(tmp_path: Path, family: str) -> No
 
 
 def test_groups_and_caches(tmp_path: Path) -> None:
-    result = read(tmp_path, GLM5, "glm_moe_dsa")
+    model = without_mtp("glm_moe_dsa")
+    result = read(tmp_path, GLM5, model)
     assert (result.output, result.shard_gib, result.recipe.name) == (None, None, "file")
     assert result.recipe.kv_cache == "int8"
     assert result.recipe.calibration == CalibrationRecipe(smooth=0.6)
     assert result.recipe.rotation == RotationRecipe(values=True)
-    decided = schemes(result, "glm_moe_dsa")
+    decided = schemes(result, model)
     assert decided["moe.ffn.gate"] == "w4a8-channel" and decided["dense.ffn.gate"] == "w8a8-channel"
     assert decided["indexer.q"] == decided["moe.attention.o"] == decided["moe.ffn.shared.down"] == "w8a8-channel"
     assert not {path for path in decided if "kv_b" in path or "router" in path or path.endswith("indexer.weights")}
@@ -343,7 +416,14 @@ INT8 = "{dtype: int8, scope: per_channel}"
             "{dtype: int8, scope: per_group, method: gptq, ext: {group_size: 128, percdamp: 1e-2}}",
             "{dtype: int8, scope: per_token}",
             "w8a8-g128",
-            GptqOptions(damping=0.01, scale="minmax"),
+            GptqOptions(damping=0.01, scale="minmax", order="natural"),
+            ("gptq keeps input channels",),
+        ),
+        (
+            "{dtype: int8, scope: per_channel, method: gptq}",
+            "{dtype: int8, scope: per_token}",
+            "w8a8-channel",
+            GptqOptions(scale="minmax", order="natural"),
             ("gptq keeps input channels",),
         ),
         ("{dtype: float, scope: per_channel, method: none}", "null", "float", None, ()),

@@ -13,12 +13,13 @@ from typing import Final, Literal
 
 from jaxmoe.errors import RecipeError, UnsupportedError
 from jaxmoe.models.manifest import Entry, Manifest
+from jaxmoe.nn.config import DecoderConfig
 from jaxmoe.ptq.recipe import FLOAT, CalibrationRecipe, Recipe, Rule
 from jaxmoe.ptq.recipes.modelslim_file import VERSION, File, LinearQuant, Save, read_file
 from jaxmoe.ptq.recipes.modelslim_linear import LinearMeaning, linear_meaning
 from jaxmoe.ptq.recipes.modelslim_steps import Treatments, treatments_of
 from jaxmoe.ptq.recipes.names import matcher, matches_any, module_names, takes, unmatched
-from jaxmoe.ptq.rotation.plan import RotationRecipe
+from jaxmoe.ptq.rotation.plan import RotationRecipe, gated_values
 from jaxmoe.ptq.rounding import METHODS
 from jaxmoe.quant.scheme import parse_scheme
 from jaxmoe.weights.formats import FLOAT_ROLES
@@ -38,7 +39,8 @@ _LINEAR: Final = frozenset(
 """Roles of what is a linear layer elsewhere; linear_quant touches nothing else."""
 _SMOOTH_8_BITS: Final = 0.8
 _SMOOTH_4_BITS: Final = 0.4
-"""Instead of a searched alpha; more would move the difficulty into four bits."""
+"""Instead of a searched alpha, of inputs that 8-bit weights read, and of those that 4-bit weights read: more would move
+the difficulty into four bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +76,12 @@ def read_modelslim(path: Path, manifest: Manifest) -> ModelSlim:
         ConfigError: no YAML, an unknown or missing key.
         UnsupportedError: something that does not exist here; the nearest that does is named.
         RecipeError: a pattern that matches nothing, or that splits a stack of layers; steps in another order; a step
-            that quantises nothing.
+            that quantises nothing; a rotation of a model about which the file cannot say enough.
     """
     file = read_file(path)
     decisions, linear_notes = _decisions(file, manifest, path)
     treatments = treatments_of(file, _modules(manifest), path)
+    rotation, rotation_notes = _rotation(treatments, manifest.config, path)
     calibration, calibration_notes = _calibration(treatments, decisions)
     output, shard_gib, save_notes = _output(file.save, path)
     recipe = Recipe(
@@ -86,10 +89,11 @@ def read_modelslim(path: Path, manifest: Manifest) -> ModelSlim:
         rule=tuple(_rules(decisions, manifest)),
         kv_cache="int8" if treatments.int8_cache else "bfloat16",
         calibration=calibration,
-        rotation=RotationRecipe(values=True) if treatments.rotates else None,
+        rotation=rotation,
     )
     notes = (
         *treatments.notes,
+        *rotation_notes,
         *linear_notes,
         *calibration_notes,
         *save_notes,
@@ -189,16 +193,37 @@ def _calibration(treatments: Treatments, decisions: Sequence[_Decision]) -> tupl
     weighted = any(METHODS[decision.meaning.rounding].needs != "nothing" for decision in decisions)
     if not (weighted or treatments.smooths):
         return None, []
-    alpha, notes = treatments.alpha, []
-    if treatments.smooths and alpha is None:
-        alpha = _SMOOTH_4_BITS if _least_bits(decisions) == 4 else _SMOOTH_8_BITS
-        notes.append(f"{treatments.searched}: no search for alpha and beta: smoothing by powers of two with {alpha}")
-    return CalibrationRecipe(smooth=alpha), notes
-
-
-def _least_bits(decisions: Sequence[_Decision]) -> int:
+    if not treatments.smooths or treatments.alpha is not None:
+        return CalibrationRecipe(smooth=treatments.alpha), []
+    note = f"{treatments.searched}: no search for alpha and beta: smoothing by powers of two with {_SMOOTH_8_BITS}"
     schemes = [decision.meaning.scheme for decision in decisions if decision.meaning.scheme != FLOAT]
-    return min(parse_scheme(scheme).weight_bits for scheme in schemes)
+    if not any(parse_scheme(scheme).weight_bits == 4 for scheme in schemes):
+        return CalibrationRecipe(smooth=_SMOOTH_8_BITS), [note]
+    note = f"{note}, and with {_SMOOTH_4_BITS} where 4-bit weights read"
+    return CalibrationRecipe(smooth=_SMOOTH_8_BITS, smooth_int4=_SMOOTH_4_BITS), [note]
+
+
+def _rotation(
+    treatments: Treatments, config: DecoderConfig, path: Path
+) -> tuple[RotationRecipe | None, tuple[str, ...]]:
+    """What quarot means for a model; what only a recipe of ours can decide is refused here, where that can be said."""
+    label = treatments.rotation
+    if label is None:
+        return None, ()
+    undecided = {
+        f"the head of {config.family} is its embedding": ("tied", config.tied_head),
+        f"{config.family} has {config.mtp_layers} multi-token-prediction layers": ("mtp", config.mtp_layers > 0),
+    }
+    for what, (key, applies) in undecided.items():
+        if applies:
+            raise RecipeError(
+                f"{path}: {label}: {what}, and the file cannot say what becomes of that when the residual stream "
+                f"turns; a recipe of ours can ([rotation] {key}), or leave the step out"
+            )
+    if not gated_values(config):
+        return RotationRecipe(values=True), ()
+    note = f"{label}: values do not turn, because a gate of {config.family} multiplies each of their channels"
+    return RotationRecipe(), (note,)
 
 
 def _output(save: Sequence[Save], path: Path) -> tuple[Output | None, int | None, list[str]]:

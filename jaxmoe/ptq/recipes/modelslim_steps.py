@@ -32,7 +32,8 @@ _WORDS: Final = ("rotation", "smoothing", "rounding")
 class Treatments:
     """All steps beside linear_quant, together."""
 
-    rotates: bool
+    rotation: str | None
+    """The step that rotates; None: there is none."""
     smooths: bool
     alpha: float | None
     """The one that the file gives or implies; None: it leaves it to a search."""
@@ -76,7 +77,7 @@ def treatments_of(file: File, modules: Sequence[str], path: Path) -> Treatments:
     if alpha is not None:
         notes += [f"{label}: no search for alpha: {alpha} of another step is used" for label in searching]
     return Treatments(
-        rotates=bool(rotations),
+        rotation=next(iter(rotations), None),
         smooths=bool(smoothing),
         alpha=alpha,
         searched=", ".join(searching),

@@ -7,10 +7,8 @@ over its block. Source: Ashkboos et al. 2024 (QuaRot, arXiv 2404.00456), section
 import math
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Float32
 
 from jaxmoe.errors import RecipeError
 
@@ -86,14 +84,6 @@ def rotate_(x: np.ndarray, rotation: Rotation, *, axis: int = -1, first: int = 0
     _transform_blocks(x, rotation, axis)
 
 
-def unrotate_(x: np.ndarray, rotation: Rotation, *, axis: int = -1, first: int = 0) -> None:
-    """x <- x R^T along an axis, in place; see `rotate_`."""
-    assert x.dtype == np.float32 and first % rotation.block == 0 == x.shape[axis] % rotation.block, (x.dtype, x.shape)
-    tail = (1,) * (-1 - axis if axis < 0 else x.ndim - 1 - axis)
-    _transform_blocks(x, rotation, axis)
-    x *= np.take(rotation.signs(), np.arange(first, first + x.shape[axis]) % rotation.size).reshape(-1, *tail)
-
-
 def _transform_blocks(x: np.ndarray, rotation: Rotation, axis: int) -> None:
     """Applies H / sqrt(block) to every block, a cacheful at a time."""
     block = rotation.block
@@ -124,23 +114,3 @@ def _transform(x: np.ndarray, scratch: np.ndarray, scale: np.float32) -> np.ndar
         np.subtract(source[:half], source[half:], out=target[1::2])
         source, target = target, source
     return np.multiply(source, scale, out=target)
-
-
-def rotated(x: Float[Array, "*lead size"], rotation: Rotation) -> Float[Array, "*lead size"]:
-    """x R along the last axis, to be traced: the same float32 sums in the same order as `rotate_`."""
-    signs = jnp.asarray(rotation.signs()).reshape((1,) * (x.ndim - 1) + (-1,))
-    return _traced_transform(x.astype(jnp.float32) * signs, rotation).astype(x.dtype)
-
-
-def unrotated(x: Float[Array, "*lead size"], rotation: Rotation) -> Float[Array, "*lead size"]:
-    """x R^T along the last axis, to be traced."""
-    signs = jnp.asarray(rotation.signs()).reshape((1,) * (x.ndim - 1) + (-1,))
-    return (_traced_transform(x.astype(jnp.float32), rotation) * signs).astype(x.dtype)
-
-
-def _traced_transform(x: jax.Array, rotation: Rotation) -> jax.Array:
-    y = x.reshape(*x.shape[:-1], -1, 2, rotation.block // 2)
-    for _ in range(rotation.block.bit_length() - 1):
-        first, second = y[..., 0, :], y[..., 1, :]
-        y = jnp.stack([first + second, first - second], axis=-1).reshape(y.shape)
-    return y.reshape(x.shape) * rotation.scale

@@ -93,11 +93,6 @@ class Change:
 class RotationPlan:
     """The changes of a model's parameters; those that are not named stay as they are."""
 
-    recipe: RotationRecipe
-    residual: Rotation | None
-    values: Rotation | None
-    latents: tuple[Rotation | None, Rotation | None]
-    """Of the query latent, which a model may not have, and of the key-value latent."""
     changes: Mapping[str, Change]
     """By path."""
 
@@ -121,7 +116,9 @@ def plan_rotation(manifest: Manifest, recipe: RotationRecipe) -> RotationPlan:
         raise RecipeError(f"rotation: seed {recipe.seed} is negative; give a whole number of at least 0")
     if recipe.residual:
         _refuse_residual(config, recipe)
-    if recipe.values and isinstance(config.attention, LatentAttentionConfig) and config.attention.gate:
+    else:
+        _refuse_without_residual(recipe)
+    if recipe.values and gated_values(config):
         raise RecipeError(
             f"rotation: values of {config.family} cannot turn: a gate multiplies each of their channels between "
             "attention and o_proj; set values = false"
@@ -130,13 +127,23 @@ def plan_rotation(manifest: Manifest, recipe: RotationRecipe) -> RotationPlan:
         raise RecipeError(f"rotation: {config.family} has no latents (attention.q_a, kv_a); set latents = false")
     planner = _Planner(manifest=manifest, recipe=recipe)
     changes = {entry.path: change for entry in manifest.entries if (change := planner.change(entry)) is not None}
-    return RotationPlan(
-        recipe=recipe,
-        residual=planner.residual,
-        values=planner.values,
-        latents=(planner.q_latent, planner.kv_latent),
-        changes=changes,
-    )
+    return RotationPlan(changes=changes)
+
+
+def gated_values(config: DecoderConfig) -> bool:
+    """Whether a gate multiplies each channel of the values between attention and o_proj: then they cannot turn."""
+    return isinstance(config.attention, LatentAttentionConfig) and config.attention.gate
+
+
+def _refuse_without_residual(recipe: RotationRecipe) -> None:
+    plain = RotationRecipe()
+    idle = [key for key in ("block", "tied", "mtp", "not_run") if getattr(recipe, key) != getattr(plain, key)]
+    if idle:
+        given = ", ".join(f"{key} = {getattr(recipe, key)!r}" for key in idle)
+        raise RecipeError(
+            f"rotation: {given}: of no effect with residual = false, because only the residual stream needs it; leave "
+            f"out {', '.join(idle)}, or set residual = true"
+        )
 
 
 def _refuse_residual(config: DecoderConfig, recipe: RotationRecipe) -> None:

@@ -46,7 +46,7 @@ def write(
     """Writes the result's folder; returns the integers and scales of each own tensor that was rounded."""
     files = open_model(source)
     matches = matched(files.manifest, schemes)
-    output.check(matches, files.manifest)
+    output.check(matches)
     arrays: dict[str, np.ndarray] = {}
     specs = []
     rounded = {}

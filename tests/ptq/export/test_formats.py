@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxmoe.errors import ConfigError, RecipeError
 from jaxmoe.ptq.export import FORMATS, output_format
 from jaxmoe.ptq.export.ascend import description, scale_bias
+from jaxmoe.ptq.recipe import Recipe, Rule, match_recipe
 from jaxmoe.quant.int4 import pack_pairs
 from jaxmoe.quant.scheme import Scheme, parse_scheme
 from jaxmoe.weights.cells import cell_shape, hub_cells
@@ -424,25 +425,59 @@ REFUSED: dict[str, tuple[str, dict[str, str], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_format_cannot_say(case: str) -> None:
     name, schemes, changes, message = REFUSED[case]
-    matches, manifest = tiny_matches("glm4_moe", schemes, **changes)
+    matches, _ = tiny_matches("glm4_moe", schemes, **changes)
     with pytest.raises(RecipeError, match=message):
-        FORMATS[name].check(matches, manifest)
+        FORMATS[name].check(matches)
+
+
+def test_layers_that_share_a_name_have_one_scheme_in_our_own_format() -> None:
+    """A rule with names quantises a stack apart: config.json of ours could not say it, and others can."""
+    manifest = tiny.manifest_of(tiny.CONFIGS["glm4_moe"])
+    attention = tuple(f"attention.{part}" for part in "qkvo")
+    rest = tuple({entry.role for entry in manifest.entries} - set(attention))
+    rules = (
+        Rule(roles=attention, names=("model.layers.0.*",), scheme="w8a8-g64"),
+        Rule(roles=attention, scheme="w8a8-channel"),
+        Rule(roles=rest, scheme="float"),
+    )
+    matches = match_recipe(Recipe(name="apart", rule=rules), manifest)
+    message = (
+        r"model\.layers\.0\.self_attn\.k_proj\.weight is w8a8-g64 and model\.layers\.1\.self_attn\.k_proj\.weight "
+        r"w8a8-channel, but output format jaxmoe has one scheme for all layers of "
+        r"model\.layers\.\{layer\}\.self_attn\.k_proj\.weight; choose patterns that take both"
+    )
+    with pytest.raises(RecipeError, match=message):
+        NATIVE.check(matches)
+    with pytest.raises(AssertionError, match="self_attn"):
+        NATIVE.config({}, matches, manifest, kv_cache="int8")
+    for output in (COMPRESSED, ASCEND):
+        output.check(matches)
+    both = tuple(rule for rule in rules if not rule.names)
+    NATIVE.check(match_recipe(Recipe(name="together", rule=both), manifest))
+
+
+def test_which_formats_say_that_the_cache_is_int8() -> None:
+    """Those whose configuration changes with it."""
+    matches, manifest = tiny_matches("glm4_moe", CHANNEL)
+    for output in FORMATS.values():
+        int8, floats = (output.config({}, matches, manifest, kv_cache=kind) for kind in ("int8", "bfloat16"))
+        assert (int8 != floats) == output.int8_cache == (output is NATIVE)
 
 
 def test_ascend_int4_of_other_names() -> None:
-    matches, manifest = tiny_matches("deepseek_v3", {"attention.q_b": "w4a8-g64"})
+    matches, _ = tiny_matches("deepseek_v3", {"attention.q_b": "w4a8-g64"})
     with pytest.raises(
         RecipeError, match=r"q_b_proj\.weight: ascendv1 has 4-bit weights of up_proj, .* not of q_b_proj"
     ):
-        ASCEND.check(matches, manifest)
+        ASCEND.check(matches)
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
 def test_every_family_in_every_format(family: str) -> None:
     """Names are unique, and what is declared is described."""
-    matches, manifest = tiny_matches(family, CHANNEL)
+    matches, _ = tiny_matches(family, CHANNEL)
     for output in FORMATS.values():
-        output.check(matches, manifest)
+        output.check(matches)
         names = [
             spec.name
             for match in matches

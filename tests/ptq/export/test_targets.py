@@ -23,7 +23,7 @@ def check(
     **changes: Any,
 ) -> None:
     matches, manifest = tiny_matches(family, schemes, **changes)
-    FORMATS[output].check(matches, manifest)
+    FORMATS[output].check(matches)
     check_target(target, degrees, matches, manifest, FORMATS[output])
 
 
@@ -142,6 +142,17 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         "vLLM: 4 attention heads cannot be split over 3 devices; degrees that fit: 1, 2, 4",
     ),
     "heads of ours": (("jaxmoe", "jaxmoe", CHANNEL, (8,)), {}, "jaxmoe: 4 attention heads cannot be split over 8"),
+    # 12 query heads over 4 devices come out even, 3 key-value heads do not.
+    "too few key-value heads": (
+        ("vllm", "compressed-tensors", CHANNEL, (4,)),
+        {"num_attention_heads": 12, "num_key_value_heads": 3},
+        "vLLM: 3 key-value heads cannot be repeated evenly over 4 devices; degrees that fit: 1, 3, 6, 12",
+    ),
+    "key-value heads": (
+        ("sglang", "compressed-tensors", CHANNEL, (4,)),
+        {"num_attention_heads": 24, "num_key_value_heads": 6},
+        "SGLang: 6 key-value heads cannot be split over 4 devices; degrees that fit: 1, 2, 3, 6, 12, 24",
+    ),
     "no degree": (("vllm", "compressed-tensors", CHANNEL, (0,)), {}, "tensor parallelism of 0 is below 1"),
     "uneven experts": (
         ("vllm", "compressed-tensors", CHANNEL, (4,)),

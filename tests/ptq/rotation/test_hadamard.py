@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,9 +13,6 @@ from jaxmoe.ptq.rotation.hadamard import (
     largest_block,
     make_rotation,
     rotate_,
-    rotated,
-    unrotate_,
-    unrotated,
 )
 from tests.tolerances import TOLERANCES
 
@@ -65,14 +61,11 @@ def test_is_its_matrix(width: int, seed: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("width", "block"), [(576, 64), (576, 2), (7168, 1024)])
-def test_the_inverse_turns_back(width: int, block: int) -> None:
+def test_the_transpose_turns_back(width: int, block: int) -> None:
     rotation, x = make_rotation(width, (4, 0), block), normal(3, width)
     y = turned(x, rotation)
     assert np.abs(y - x).max() > 1
-    unrotate_(y, rotation)
-    np.testing.assert_allclose(y, x, rtol=0, atol=bound(x))
-    back = jax.jit(unrotated, static_argnums=1)(turned(x, rotation), rotation)
-    np.testing.assert_array_equal(np.asarray(back), y)
+    np.testing.assert_allclose(y.astype(np.float64) @ dense(rotation).T, x, rtol=0, atol=bound(x))
 
 
 def test_without_signs_it_is_an_involution() -> None:
@@ -82,13 +75,6 @@ def test_without_signs_it_is_an_involution() -> None:
     once = turned(x * signs, rotation)
     twice = turned(once * signs, rotation)
     np.testing.assert_allclose(twice, x, rtol=0, atol=bound(x))
-
-
-@pytest.mark.parametrize("block", [None, 2, 8])
-def test_traced_sums_are_the_same_bits(block: int | None) -> None:
-    rotation, x = make_rotation(96, (9, 2), block), normal(2, 3, 96)
-    traced = jax.jit(rotated, static_argnums=1)(x, rotation)
-    np.testing.assert_array_equal(np.asarray(traced), turned(x, rotation))
 
 
 @given(width=_WIDTHS, data=st.data())

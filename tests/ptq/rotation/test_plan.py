@@ -10,6 +10,7 @@ from jaxmoe.errors import ConfigError, RecipeError, UnsupportedError
 from jaxmoe.models.family import View
 from jaxmoe.models.manifest import Entry, Manifest
 from jaxmoe.nn.config import AttentionConfig
+from jaxmoe.ptq.rotation.hadamard import Rotation
 from jaxmoe.ptq.rotation.plan import RotationPlan, RotationRecipe, plan_rotation
 from tests import tiny
 
@@ -17,6 +18,13 @@ from tests import tiny
 def plan_of(family: str, recipe: RotationRecipe, **changes: object) -> tuple[Manifest, RotationPlan]:
     manifest = tiny.manifest_of(tiny.changed(family, changes))
     return manifest, plan_rotation(manifest, recipe)
+
+
+def columns(plan: RotationPlan, path: str) -> Rotation:
+    """What turns the columns of a parameter."""
+    side = plan.changes[path].columns
+    assert side is not None
+    return side.rotation
 
 
 def untied(family: str) -> dict[str, bool]:
@@ -32,8 +40,8 @@ def test_residual_turns_what_lies_beside_it_and_nothing_else(family: str) -> Non
             plan_of(family, recipe)
         return
     manifest, plan = plan_of(family, recipe, **untied(family))
-    residual = plan.residual
-    assert residual is not None and (residual.size, residual.block) == (64, 64)
+    residual = columns(plan, "embed.weight")
+    assert (residual.size, residual.block) == (64, 64)
     for entry in manifest.entries:
         change = plan.changes.get(entry.path)
         sides = set() if change is None else {side.rotation for side in (change.rows, change.columns) if side}
@@ -81,11 +89,12 @@ def test_gains_of_a_prediction_block_are_its_own() -> None:
 def test_values_turn_head_by_head() -> None:
     manifest, plan = plan_of("gpt_oss", RotationRecipe(residual=False, values=True))
     assert set(plan.changes) == {"moe.attention.v", "moe.attention.v_bias", "moe.attention.o"}
-    assert isinstance(manifest.config.attention, AttentionConfig) and plan.values is not None
-    assert plan.values.size == manifest.config.attention.head_dim
+    values = columns(plan, "moe.attention.o")
+    assert isinstance(manifest.config.attention, AttentionConfig)
+    assert values.size == manifest.config.attention.head_dim
     for path, change in plan.changes.items():
         side = change.rows if path == "moe.attention.v" else change.columns
-        assert side is not None and (side.rotation, side.period, side.start) == (plan.values, 16, 0)
+        assert side is not None and (side.rotation, side.period, side.start) == (values, 16, 0)
 
 
 def test_the_value_halves_of_kv_b_turn() -> None:
@@ -110,15 +119,16 @@ def test_latents_turn_between_their_projections() -> None:
 
 def test_every_kind_turns_by_its_own_signs() -> None:
     _, plan = plan_of("deepseek_v2", RotationRecipe(values=True, latents=True))
-    kinds = [plan.residual, plan.values, *plan.latents]
-    assert len({kind.seed for kind in kinds if kind is not None}) == 4
+    paths = ("embed.weight", "moe.attention.o", "moe.attention.q_b", "moe.attention.kv_b")
+    assert len({columns(plan, path).seed for path in paths}) == 4
 
 
 def test_the_block_of_the_recipe_is_the_residual_s() -> None:
     _, plan = plan_of("glm4_moe", RotationRecipe(block=16, values=True))
-    assert plan.residual is not None and plan.values is not None
-    assert (plan.residual.block, plan.values.block) == (16, 16)
-    assert plan_of("glm4_moe", RotationRecipe(block=4, values=True))[1].values == plan.values
+    residual, values = columns(plan, "embed.weight"), columns(plan, "moe.attention.o")
+    assert (residual.block, values.block) == (16, 16)
+    _, other = plan_of("glm4_moe", RotationRecipe(block=4, values=True))
+    assert columns(other, "embed.weight").block == 4 and columns(other, "moe.attention.o") == values
 
 
 REFUSALS = [
@@ -130,6 +140,15 @@ REFUSALS = [
     ("hy_v4", {"values": True, "residual": False}, {}, "values of hy_v4 cannot turn: a gate multiplies"),
     ("deepseek_v3", {}, {}, "1 multi-token-prediction layers normalise what the final norm made"),
     ("hy_v3", {"mtp": "residual"}, {}, "layers of hy_v3 share the head"),
+    (
+        "glm4_moe",
+        {"residual": False, "values": True, "block": 16, "tied": "untie"},
+        {},
+        "block = 16, tied = 'untie': of no effect with residual = false, because only the residual stream needs it; "
+        "leave out block, tied, or set residual = true",
+    ),
+    ("deepseek_v2", {"residual": False, "latents": True, "mtp": "drop"}, {}, "mtp = 'drop': of no effect"),
+    ("deepseek_v2", {"residual": False, "latents": True, "not_run": "drop"}, {}, "not_run = 'drop': of no effect"),
 ]
 
 

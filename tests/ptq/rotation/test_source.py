@@ -226,19 +226,21 @@ class TestUntied:
         assert open_model(tiny_folder("ernie4_5_moe")).manifest.config.tied_head
         plain = open_checkpoint(tiny_folder("ernie4_5_moe"))
         table, gain = (plain.read(name) for name in ("model.embed_tokens.weight", "model.norm.weight"))
-        residual = rotated.source.plan.residual
-        assert residual is not None
+        side = rotated.source.plan.changes["embed.weight"].columns
+        assert side is not None
         for path, expected in (("embed.weight", table), ("head.weight", table * gain)):
             got = whole(rotated, *cells(rotated, path)[0])
-            expected = expected.astype(np.float64) @ dense(residual)
+            expected = expected.astype(np.float64) @ dense(side.rotation)
             atol = bound(expected)
             np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
 
     def test_only_where_the_residual_stream_turns(self) -> None:
-        recipe = RotationRecipe(residual=False, values=True, tied="untie")
+        recipe = RotationRecipe(residual=False, values=True)
         rotated = rotate_folder(tiny_folder("ernie4_5_moe"), recipe)
         assert not rotated.untied and rotated.files.manifest.config.tied_head
         assert rotated.config_json({"a": 1}) == {"a": 1}
+        with pytest.raises(RecipeError, match="tied = 'untie': of no effect with residual = false"):
+            rotate_folder(tiny_folder("ernie4_5_moe"), dataclasses.replace(recipe, tied="untie"))
 
     def test_a_head_given_again_is_left_out(self, tmp_path: Path) -> None:
         folder = tiny.write_checkpoint(tmp_path / "tied", tiny.CONFIGS["ernie4_5_moe"])
@@ -299,9 +301,9 @@ class TestPrediction:
 
     def test_fed_the_residual_stream_they_are_exact(self) -> None:
         rotated = rotate_folder(tiny_folder(self.FOLDER), RotationRecipe(mtp="residual"))
-        plain, residual = rotated.files.source, rotated.source.plan.residual
-        assert residual is not None
-        turn, rng = dense(residual), np.random.default_rng(2)
+        plain, side = rotated.files.source, rotated.source.plan.changes["mtp.embed"].columns
+        assert side is not None
+        turn, rng = dense(side.rotation), np.random.default_rng(2)
         embedding, hidden, stream = rng.standard_normal((3, 64)) * np.array([[1.0], [30.0], [5.0]])
 
         def forward(source: Any, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
