@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,8 +14,7 @@ from hypothesis import strategies as st
 from jaxmoe.errors import RecipeError, WeightsError
 from jaxmoe.models.manifest import stack_of_layer
 from jaxmoe.ops.linear.reference import quantize_tokens
-from jaxmoe.ptq import expert_action
-from jaxmoe.ptq.expert_action import RoutedRows
+from jaxmoe.ptq.expert_action import RoutedRows, RunExperts
 from jaxmoe.ptq.export import FORMATS
 from jaxmoe.ptq.job import make_job, prepare
 from jaxmoe.ptq.layer_files import attended_key
@@ -306,21 +306,21 @@ def test_one_token_through_the_whole_run(tmp_path: Path) -> None:
 def test_a_method_that_gives_up_is_told_and_refused_when_strict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No samples give products that no damping makes definite: these are turned over."""
-    calls = []
+    """No samples give products that no damping makes definite: those of one projection are turned over."""
+    made = RunExperts._moment
 
-    def turned(moment: np.ndarray) -> np.ndarray:
-        calls.append(moment)
-        return unit_moment(moment) * np.float32(-1 if len(calls) == 2 else 1)
+    def turned(action: RunExperts, *arguments: Any) -> np.ndarray | None:
+        moment, (_, _, part, name, *_, where) = made(action, *arguments), arguments
+        assert moment is not None, part
+        return -moment if (name, where) == ("up", "layer 1, expert 0") else moment
 
-    monkeypatch.setattr(expert_action, "unit_moment", turned)
+    monkeypatch.setattr(RunExperts, "_moment", turned)
     job, data = prepare(tiny_folder(GLM), experts_rounded("gptq")), some_samples()
     ended = run(job, tmp_path / "out", data)
     name = "model.layers.1.mlp.experts.0.up_proj.weight"
     assert ended.to_nearest == (name,)
     report = json.loads((tmp_path / "out" / "jaxmoe_report.json").read_text(encoding="utf-8"))
     assert [tensor["name"] for tensor in report["tensors"] if tensor["to_nearest"]] == [name]
-    calls.clear()
     message = rf"{name}: the products of its inputs are not positive definite; use more samples"
     with pytest.raises(RecipeError, match=message):
         quantize(job, tmp_path / "strict", calibration=data, devices=jax.devices()[:1], strict=True)

@@ -137,7 +137,7 @@ def test_one_of_two_dies(start: Start, tmp_path: Path) -> None:
 def test_the_one_with_the_queue_dies(start: Start, tmp_path: Path) -> None:
     """The other says so and leaves; a new pair takes the run up."""
     out, address = tmp_path / "out", free_address()
-    server = start("tests.ptq.process", tiny_folder(GLM), out, address, "serve", 20)
+    server = start("tests.ptq.process", tiny_folder(GLM), out, address, "serve", 3)
     helper = start("tests.ptq.process", tiny_folder(GLM), out, address, "help")
     end(server, -signal.SIGKILL)
     helper.communicate(timeout=_PATIENCE_S)
