@@ -4,8 +4,13 @@ Nothing of jaxmoe is imported here, so that the jaxtyping hook (see pyproject.to
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+
+# A shell starts what it runs in the background with SIGINT ignored, and processes of tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
