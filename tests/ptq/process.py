@@ -1,6 +1,7 @@
 """One of two processes of a quantisation, as a program, with short leases.
 
-Usage: process.py SOURCE OUT ADDRESS serve|help [DIES]; it kills itself when so many tasks are written and not recorded.
+Usage: process.py SOURCE OUT ADDRESS serve|help [DIES]; it kills itself with a task that is written and not recorded:
+its DIES-th one, or a later one, as soon as the other process has recorded some.
 """
 
 import functools
@@ -23,12 +24,15 @@ jax.config.update("jax_num_cpu_devices", 2)
 def main() -> None:
     source, out, address, role = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
     dies = int(sys.argv[5]) if len(sys.argv) > 5 else 0
-    write, left = module.write_text_atomic, [dies]
+    write, own = module.write_text_atomic, [0]
 
     def record(path: Path, text: str) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if path.parent.name == "tasks":
+            # Its own ones may still be on their way to their final names: never more than there are.
+            theirs = len(list(path.parent.glob("*.json"))) - own[0]
+            own[0] += 1
+            if own[0] >= dies and theirs > 0:
+                os.kill(os.getpid(), signal.SIGKILL)
         write(path, text)
 
     if dies:
